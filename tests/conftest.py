@@ -1,0 +1,22 @@
+"""Fixtures. Helpers that other processes import as well are in ``helpers``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import Source
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for stores, in the place where a user's would be."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    """200 samples of (image, label), whose reads are counted over all processes."""
+    return Source(200, tmp_path / "reads")

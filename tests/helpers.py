@@ -1,0 +1,89 @@
+"""What tests and the processes they start have in common."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+def image_and_label(index: int) -> tuple[torch.Tensor, int]:
+    """A sample that differs for every index and is the same in every process."""
+    return torch.arange(index, index + 48, dtype=torch.float32).reshape(3, 4, 4), index % 10
+
+
+class Source(Dataset[Any]):
+    """A map-style dataset that counts its reads in a file, so that all processes are counted.
+
+    Args:
+        length: number of samples.
+        log: the file to which every read appends its index.
+        make: the sample of an index.
+    """
+
+    def __init__(self, length: int, log: Path, make: Any = image_and_label) -> None:
+        self.length = length
+        self.log = log
+        self.make = make
+        log.touch()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        if not -self.length <= index < self.length:
+            raise IndexError(index)
+        index = int(index) % self.length
+        with open(self.log, "ab", buffering=0) as log:  # one appended write each: atomic
+            log.write(struct.pack("<q", index))
+        return self.make(index)
+
+    def reads(self) -> Counter[int]:
+        """How often each sample was read, by anybody."""
+        return Counter(np.fromfile(self.log, "<i8").tolist())
+
+    def __fingerprint__(self) -> Any:
+        return (self.length, str(self.log), self.make)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Same type, dtype, shape, strides, flags, bits, order of keys, all the way down."""
+    assert type(a) is type(b), f"{type(a)} is not {type(b)}"
+    if isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+        assert a.numel() == 0 or a.stride() == b.stride()
+        assert bits(a) == bits(b)
+    elif isinstance(a, (np.ndarray, np.generic)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert a.tobytes() == b.tobytes()
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        assert [type(key) for key in a] == [type(key) for key in b]
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (tuple, list)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, (float, complex)):
+        assert struct.pack("<dd", a.real, a.imag) == struct.pack("<dd", b.real, b.imag)
+    elif hasattr(a, "getpalette"):
+        assert (a.mode, a.size, a.tobytes(), a.getpalette()) == (b.mode, b.size, b.tobytes(), b.getpalette())
+        assert a.info == b.info
+    else:
+        assert a == b
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return b"" if flat.numel() == 0 else flat.view(torch.uint8).numpy().tobytes()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,101 @@
+"""The benchmarks run, as programs of their own and at a tiny size. How fast they are is not looked at here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 120
+SIDE_BY_SIDE = 2  # most of a tiny run is importing torch
+LENET = ("lenet_mnist", "--limit", 256, "--epochs", 2, "--device", "cpu", "--no-download")
+READS = ("source_reads", "--limit", 256, "--epochs", 2, "--workers", 2, 1, "--batch-size", 16, "--no-download")
+KILLS = ("kill_restart", "--kills", 1, "--samples", 600, "--batch-size", 16, "--workers", 1)
+
+Run = tuple[str, dict[str, Any]]
+
+
+def run(folder: Path, script: str, *options: object) -> Run:
+    """Runs a benchmark from the repository's root, where it must succeed. Returns its output and its numbers.
+
+    Its cache is ``folder / "cache"``.
+    """
+    numbers = folder / "numbers.json"
+    command = [sys.executable, f"benchmarks/{script}.py", *map(str, options), "--json", str(numbers)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    changes = {"CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | changes, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(numbers.read_text())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each program; the one of the comparison holds somebody else's store already."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("data", "uncached", "compared", "reads", "kills")}
+    foreign = folders["compared"] / "cache" / "mnist-train-0"
+    foreign.mkdir(parents=True)
+    (foreign / "data.mdb").write_text("another store")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
+    """All programs, started. The first renders a stand-in for MNIST, the others find it."""
+    data = ("--data-dir", folders["data"])
+    plot = ("--plot", folders["compared"] / "epochs.png")
+    programs: dict[str, tuple[Any, ...]] = {
+        "uncached": (*LENET, *data),
+        "kills": KILLS,
+        "compared": (*LENET, "--compare", *data, *plot),
+        "reads": (*READS, *data),
+    }
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
+
+
+def test_lenet_without_a_cache(runs: dict[str, Future[Run]], folders: dict[str, Path]) -> None:
+    output, numbers = runs["uncached"].result()
+    assert "STAND-IN for MNIST, NOT the real one" in output
+    assert "STAND-IN" in numbers["data"]
+    epochs = numbers["runs"]["uncached"]["epochs"]
+    assert [len(epoch["losses"]) for epoch in epochs] == [4, 4]
+    assert [epoch["images"] for epoch in epochs] == [256, 256]
+    assert not (folders["uncached"] / "cache").exists()
+
+
+def test_lenet_compared(runs: dict[str, Future[Run]], folders: dict[str, Path]) -> None:
+    pytest.importorskip("matplotlib")
+    output, numbers = runs["compared"].result()
+    assert "losses: identical, bit for bit, in all 8 steps" in output
+    assert numbers["comparison"]["first_different_step"] is None
+    losses = {name: [epoch["losses"] for epoch in run["epochs"]] for name, run in numbers["runs"].items()}
+    assert losses["cached"] == losses["uncached"]
+    assert numbers["source_reads"] == {"uncached": 2 * (256 + 42), "cached": 256 + 42}
+    assert (folders["compared"] / "epochs.png").read_bytes().startswith(b"\x89PNG")
+    left = [path.name for path in (folders["compared"] / "cache").iterdir()]
+    assert left == ["mnist-train-0"], "the comparison removes its own stores, and no others"
+
+
+def test_source_reads(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["reads"].result()
+    assert "each exactly once" in output
+    assert numbers["source_reads"] == [256, 0]
+    assert numbers["problems"] == []
+
+
+def test_kill_and_restart(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["kills"].result()
+    assert "every sample equals the source's" in output
+    assert numbers["killed"] == 1
+    assert numbers["problems"] == []

@@ -1,0 +1,92 @@
+"""Imports go only downwards, and the public names are what they are meant to be."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import torchcache
+from torchcache import errors
+
+PACKAGE = Path(torchcache.__file__).parent
+LAYERS = [
+    {"_version", "errors"},
+    {"flatten", "schema", "fingerprint", "guard"},
+    {"block", "owner"},
+    {"store"},
+    {"reader"},
+    {"fill", "ahead"},
+    {"collate"},
+    {"dataset"},
+    {"__init__"},
+]
+# Within a layer, in this direction only.
+WITHIN = {("schema", "flatten")}
+ERRORS = [cls for name in errors.__all__ if not issubclass(cls := getattr(errors, name), Warning)]
+
+
+def imported(module: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "torchcache":
+            found.update(alias.name if (PACKAGE / f"{alias.name}.py").exists() else "__init__" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchcache."):
+            found.add((node.module or "").split(".")[1])
+    return found
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("module", sorted(set().union(*LAYERS)))
+def test_imports_go_downwards(module: str) -> None:
+    level = next(i for i, layer in enumerate(LAYERS) if module in layer)
+    below = set().union(*LAYERS[:level])
+    allowed = below | {target for origin, target in WITHIN if origin == module}
+    assert imported(module) <= allowed
+
+
+def test_only_store_knows_lmdb() -> None:
+    users = [path.stem for path in PACKAGE.glob("*.py") if "import lmdb" in path.read_text()]
+    assert users == ["store"]
+
+
+def test_public_names() -> None:
+    assert torchcache.__all__ == sorted(torchcache.__all__)
+    assert set(errors.__all__) - {"TorchcacheError"} <= set(torchcache.__all__)
+    assert all(hasattr(torchcache, name) for name in torchcache.__all__)
+
+
+def test_importing_does_not_load_torchvision() -> None:
+    code = "import sys, torchcache; sys.exit('torchvision' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Raises(Dataset[int]):
+    def __len__(self) -> int:
+        return len(ERRORS)
+
+    def __getitem__(self, index: int) -> int:
+        raise ERRORS[index]("what, which value, what to do")
+
+
+def test_errors_cross_a_worker_and_a_pickle() -> None:
+    for i, cls in enumerate(ERRORS):
+        assert str(pickle.loads(pickle.dumps(cls("text")))) == "text"
+        loader = DataLoader(Raises(), batch_size=None, sampler=[i], num_workers=1)
+        with pytest.raises(cls, match="what, which value, what to do"):
+            next(iter(loader))
+
+
+def test_all_torch_dtypes_are_known() -> None:
+    from torchcache.flatten import DTYPE_NAMES
+
+    assert {d for d in vars(torch).values() if isinstance(d, torch.dtype)} == set(DTYPE_NAMES)

@@ -1,0 +1,47 @@
+"""torchcache: a dataset cache on the node's own disk, for PyTorch."""
+
+from torchcache._version import __version__
+from torchcache.dataset import CachedDataset, Stats
+from torchcache.errors import (
+    CacheBypassWarning,
+    CorruptStoreError,
+    FingerprintError,
+    FormatVersionError,
+    InPlaceWriteError,
+    NotAStoreError,
+    RandomSampleError,
+    RandomSampleWarning,
+    StoreContentError,
+    StoreError,
+    StoreMismatchError,
+    StoreUnavailableError,
+    TorchcacheError,
+    TorchcacheWarning,
+    UnsupportedSampleError,
+)
+from torchcache.fingerprint import Fingerprint, fingerprint
+from torchcache.guard import split_transform
+
+__all__ = [
+    "CacheBypassWarning",
+    "CachedDataset",
+    "CorruptStoreError",
+    "Fingerprint",
+    "FingerprintError",
+    "FormatVersionError",
+    "InPlaceWriteError",
+    "NotAStoreError",
+    "RandomSampleError",
+    "RandomSampleWarning",
+    "Stats",
+    "StoreContentError",
+    "StoreError",
+    "StoreMismatchError",
+    "StoreUnavailableError",
+    "TorchcacheError",
+    "TorchcacheWarning",
+    "UnsupportedSampleError",
+    "__version__",
+    "fingerprint",
+    "split_transform",
+]

@@ -1,0 +1,480 @@
+"""``CachedDataset``: a dataset in front of a store."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import operator
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import platformdirs
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from torchcache import ahead, collate, fill, store
+from torchcache.errors import (
+    CacheBypassWarning,
+    CorruptStoreError,
+    InPlaceWriteError,
+    StoreError,
+    StoreUnavailableError,
+    UnsupportedSampleError,
+)
+from torchcache.fingerprint import fingerprint
+from torchcache.guard import RandomnessGuard
+from torchcache.reader import Reader
+from torchcache.store import Counters, Identity, Store
+
+CACHE_DIR_VARIABLE = "CACHE_DIR"
+NAME_CHARACTERS = 64  # of a folder's name; file systems allow 255 bytes, encrypted ones 143
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a cache has done.
+
+    Attributes:
+        hits: samples that this process got from the cache.
+        misses: samples that this process got from the source.
+        source_reads: samples read from the source by all processes, in all runs.
+        duplicate_reads: those among them that were read more than once, because an owner stalled.
+        source_seconds: time spent inside the source by all processes, in all runs.
+        samples_cached: samples in the store.
+        bytes_cached: size of the store's blocks in bytes.
+    """
+
+    hits: int
+    misses: int
+    source_reads: int
+    duplicate_reads: int
+    source_seconds: float
+    samples_cached: int
+    bytes_cached: int
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """The open store of a dataset in this process."""
+
+    store: Store
+    reader: Reader
+    filler: fill.Filler
+
+
+class CachedDataset(Dataset[Any]):
+    """Any map-style dataset, with its samples kept in a memory-mapped store on a local disk.
+
+    The first epoch fills the store while it trains, together with all other processes that use it; later epochs, and
+    later jobs, read from the map. Samples are equal to the dataset's in type and value.
+
+    Args:
+        dataset: the source: any object with ``__getitem__`` and ``__len__`` (and ``__getitems__`` if it has one).
+        transform: applied to each sample after the cache, on every read: the place for random augmentation.
+        cache_dir: the folder of the stores; default ``$CACHE_DIR``, else the user's cache folder.
+        name: prefix of the store's folder; default the name of the dataset's class.
+        key: identity of the content; default ``fingerprint(dataset)``. Two datasets of one key share a store.
+        max_bytes: stop admitting samples when the store is this large; the others are read from the source each
+            epoch. Either way 5 % of the disk is left free.
+        copy: whether ``ds[i]`` owns its memory. ``False``: tensors are views of a private map of the store, arrays
+            read-only ones; for large samples of which ``transform`` takes a part.
+        on_random: what to do when producing a sample draws random numbers, which a cache would freeze: ``"error"``,
+            ``"warn"`` or ``"allow"``.
+
+    Raises:
+        TypeError: if ``dataset`` is not a map-style dataset.
+        FingerprintError: if the dataset holds something that cannot be identified; give a ``key``.
+        NotAStoreError, FormatVersionError, StoreMismatchError: if the folder is in use for something else.
+
+    Example:
+        >>> train = CachedDataset(MNIST(root, transform=to_tensor))
+        >>> loader = DataLoader(train, batch_size=64, shuffle=True)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        cache_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        key: str | None = None,
+        max_bytes: int | None = None,
+        copy: bool = True,
+        on_random: Literal["error", "warn", "allow"] = "error",
+    ) -> None:
+        length = _checked_length(dataset)
+        source = type(dataset)
+        self.dataset = dataset
+        self.transform = transform
+        self._copy = copy
+        self._max_bytes = max_bytes
+        self._guard = RandomnessGuard(on_random)
+        self._identity: Identity | None = Identity(
+            key=fingerprint(dataset) if key is None else str(key),
+            source=f"{source.__module__}.{source.__qualname__}",
+            length=length,
+        )
+        self._path = _cache_folder(cache_dir) / _folder_name(name or source.__name__, self._identity.key)
+        self._reset()
+        if (self._path / store.DATA_FILE).exists() or self._path.is_file():
+            self._connect()  # a folder that is something else is refused now, not in mid-epoch
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], transform: Callable[[Any], Any] | None = None, *, copy: bool = True
+    ) -> CachedDataset:
+        """Serves a complete store without its source dataset.
+
+        Args:
+            path: the store's folder (``ds.path``).
+            transform: as for ``CachedDataset``.
+            copy: as for ``CachedDataset``.
+
+        Raises:
+            StoreError: if there is no store, or an incomplete one.
+        """
+        self = cls.__new__(cls)
+        self.dataset, self.transform = None, transform
+        self._copy, self._max_bytes, self._identity = copy, None, None
+        self._guard = RandomnessGuard("allow")
+        self._path = Path(os.fsdecode(path))
+        self._reset()
+        cache = self._connect()
+        assert cache is not None
+        if not cache.reader.complete:
+            raise StoreUnavailableError(
+                f"{self._path} holds {cache.reader.count} of {cache.store.identity.length} samples, and without "
+                f"the source dataset the others cannot be had; fill it with CachedDataset(dataset).fill()"
+            )
+        return self
+
+    # -- the store ---------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self._cache: _Cache | None = None
+        self._bypassed = False  # the store cannot be used: every sample comes from the source
+        self._hits = self._misses = 0
+
+    def _connect(self) -> _Cache | None:
+        """Opens the store, or makes it; ``None`` if that cannot be, which has been said then."""
+        if self._cache is None and not self._bypassed:
+            inode = store.inode(self._path)
+            try:
+                self._cache = self._open_cache()
+            except CorruptStoreError as error:
+                if self._identity is None:
+                    raise
+                self._set_aside(inode, error)
+            except StoreUnavailableError as error:
+                if self.dataset is None:
+                    raise
+                self._bypass(error)
+        return self._cache
+
+    def _open_cache(self) -> _Cache:
+        opened = Store.open(self._path) if self._identity is None else Store.create(self._path, self._identity)
+        reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
+        filler = fill.Filler(opened, reader, self.dataset, guard=self._guard, max_bytes=self._max_bytes)
+        if opened.seal is not None:
+            reader.load_index(opened.seal)
+        else:
+            filler.refresh()
+            filler.seal()
+        return _Cache(opened, reader, filler)
+
+    def _set_aside(self, inode: int, error: CorruptStoreError) -> None:
+        """Renames a damaged store and begins a new one."""
+        try:
+            aside = store.set_aside(self._path, inode)
+            warnings.warn(
+                f"{error}. The damaged store is kept as {aside} and can be deleted; the samples are cached anew",
+                CacheBypassWarning,
+                stacklevel=4,
+            )
+            self._cache = self._open_cache()
+        except (OSError, StoreError) as second:
+            self._bypass(second)
+
+    def _bypass(self, error: BaseException) -> None:
+        if self.dataset is None:
+            raise error
+        self._bypassed, self._cache = True, None
+        warnings.warn(
+            f"{self._path} cannot be used: {error}. Samples are read from the source; choose another folder with "
+            f"CACHE_DIR or cache_dir=",
+            CacheBypassWarning,
+            stacklevel=4,
+        )
+
+    @property
+    def path(self) -> Path:
+        """The store's folder."""
+        return self._path
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample is cached."""
+        cache = self._connect()
+        if cache is None:
+            return False
+        if not cache.reader.complete:
+            cache.filler.flush()
+            cache.filler.refresh()
+        return cache.reader.complete
+
+    @property
+    def stats(self) -> Stats:
+        """What the cache has done so far."""
+        cache = self._connect()
+        if cache is not None:
+            cache.filler.flush()
+        totals = Counters() if cache is None else cache.store.counters()
+        return Stats(
+            hits=self._hits,
+            misses=self._misses,
+            source_reads=totals.source_reads,
+            duplicate_reads=totals.duplicate_reads,
+            source_seconds=totals.source_seconds,
+            samples_cached=totals.samples,
+            bytes_cached=totals.nbytes,
+        )
+
+    def fill(self, num_workers: int = 0, progress: bool = True) -> None:
+        """Reads everything that is not cached yet, in the order of the indices.
+
+        Any number of processes may do so at once; they share the work.
+
+        Args:
+            num_workers: processes that read, as in a ``DataLoader``.
+            progress: show a progress bar, where there is a terminal.
+        """
+        cache = self._connect()
+        # First what nobody else is reading, then what others have not finished.
+        for wait in (False, True):
+            if cache is None or self.complete or not cache.filler.admitting:
+                return
+            read = functools.partial(self._fill_batch, wait)
+            missing = cache.reader.all_missing()
+            with self._discarded_if_empty():
+                ahead.fill_ahead(read, missing, num_workers=num_workers, progress=progress, total=len(self))
+        if self.complete and cache is not None:
+            cache.filler.seal()
+
+    def _fill_batch(self, wait: bool, indices: list[int]) -> int:
+        cache = self._connect()
+        if cache is not None and cache.filler.admitting:
+            cache.filler.fetch({i: i for i in indices}, wait=wait)
+        return len(indices)
+
+    def close(self) -> None:
+        """Publishes what is not published yet and lets go of the store; the next read opens it again."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.filler.close()
+
+    def __enter__(self) -> CachedDataset:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if self.dataset is not None:
+            return len(self.dataset)
+        cache = self._connect()
+        assert cache is not None
+        return cache.store.identity.length
+
+    def __getitem__(self, index: Any) -> Any:
+        cache = self._cache
+        if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
+            self._hits += 1
+            return cache.reader.sample(index, self._copy)
+        position = index if type(index) is int else _position(index)
+        if position is None:
+            return self._foreign(index)
+        return self._samples([position], [index], single=True)[0]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """The samples of a batch; what a ``DataLoader`` calls."""
+        cache = self._cache or self._connect()
+        if cache is not None and self.transform is None:
+            rows = cache.reader.find(indices)
+            if rows is not None and collate.feeds_default_collate(sys._getframe(1)):
+                self._hits += len(indices)
+                return collate.batch_of(cache.reader, rows)
+        positions = [_position(index) for index in indices]
+        if None in positions:
+            return [self[index] for index in indices]
+        return self._samples(positions, indices)
+
+    def _foreign(self, index: Any) -> Any:
+        """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
+        if self.dataset is None:
+            raise TypeError(f"{self._path} was opened without its dataset: it takes indices, not {type(index).__name__}")
+        if self.transform is not None:
+            raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
+        return self.dataset[index]
+
+    def _samples(self, positions: Sequence[Any], given: Sequence[Any], single: bool = False) -> list[Any]:
+        """Samples as the dataset gives them, with ``transform`` applied.
+
+        Args:
+            positions: the indices as Python ints, maybe negative.
+            given: the indices as they came: what the source is asked for.
+            single: one at a time; then they are published later, together with others.
+        """
+        length = len(self)
+        wanted: dict[int, Any] = {}
+        order = []
+        for position, original in zip(positions, given, strict=True):
+            index = position + length if position < 0 else position
+            if not 0 <= index < length:
+                raise IndexError(f"index {position} is out of range for a dataset of {length} samples")
+            wanted.setdefault(index, original)
+            order.append(index)
+        samples, cache = self._fetch(wanted, single)
+        return [self._finished(index, samples, cache, wanted) for index in order]
+
+    def _fetch(self, wanted: dict[int, Any], single: bool) -> tuple[dict[int, Any], _Cache | None]:
+        """Gets what is not cached: from the source, or by waiting until somebody else has."""
+        cache = self._cache or self._connect()
+        if cache is None:
+            return {}, None
+        known = {i: given for i, given in wanted.items() if i < cache.store.identity.length}
+        with self._discarded_if_empty():
+            samples = cache.filler.fetch(known, buffered=single)
+        self._misses += len(samples)
+        return samples, cache
+
+    @contextlib.contextmanager
+    def _discarded_if_empty(self) -> Iterator[None]:
+        """What can never be cached leaves no empty store behind."""
+        try:
+            yield
+        except UnsupportedSampleError:
+            cache = self._cache
+            self.close()
+            if cache is not None:
+                store.destroy_if_empty(cache.store)
+            raise
+
+    def _finished(self, index: int, samples: dict[int, Any], cache: _Cache | None, wanted: dict[int, Any]) -> Any:
+        """One sample: what the source has just given, else from the store, else from the source; transformed."""
+        if index in samples:
+            # Given away once: a second occurrence in the batch must be an object of its own.
+            sample = samples.pop(index)
+        elif cache is not None and self._is_cached(index, cache):
+            self._hits += 1
+            return self._hit(cache, index)
+        else:
+            self._misses += 1
+            sample = self.dataset[wanted[index]]
+        return sample if self.transform is None else self.transform(sample)
+
+    def _is_cached(self, index: int, cache: _Cache) -> bool:
+        if index >= cache.store.identity.length:
+            return False
+        if cache.reader.missing([index]):
+            cache.filler.flush()
+            cache.filler.refresh()
+        return not cache.reader.missing([index])
+
+    def _hit(self, cache: _Cache, index: int) -> Any:
+        if self.transform is None:
+            return cache.reader.sample(index, self._copy)
+        if self._copy:
+            return self.transform(cache.reader.sample(index, True))
+        schema, values = cache.reader.values(index, False)
+        result = self.transform(schema.rebuild(values))
+        # A view is new, so its version counts the writes of the transform alone.
+        if any(isinstance(value, torch.Tensor) and value._version for value in values):
+            raise InPlaceWriteError(
+                f"transform {_describe(self.transform)} wrote into the sample it was given, which with copy=False is "
+                f"a view of the cache: the next epoch would see it. Use copy=True, or clone the sample first"
+            )
+        return result
+
+    # -- a wrapper's duties ------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not found here; never while unpickling, when there is no dataset yet.
+        dataset = self.__dict__.get("dataset")
+        if dataset is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_cache"] = None
+        return state
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.dataset!r}, path={str(self._path)!r})"
+
+    def __fingerprint__(self) -> Any:
+        """What identifies this dataset inside another: not where it is cached."""
+        return (self._path.name if self.dataset is None else self.dataset, self.transform)
+
+
+def _checked_length(dataset: Any) -> int:
+    """The length of a map-style dataset.
+
+    Raises:
+        TypeError: if it is none, saying what to do.
+    """
+    what = dataset.__name__ if isinstance(dataset, type) else type(dataset).__name__
+    if isinstance(dataset, type):
+        raise TypeError(f"CachedDataset got the class {what}; pass an object: CachedDataset({what}(...))")
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"CachedDataset got the iterable dataset {what}, whose samples have no index to be cached under; wrap a "
+            f"map-style dataset (__getitem__ and __len__), or make one of it: CachedDataset(list(dataset))"
+        )
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"CachedDataset got a {what}, which has no __getitem__; wrap a map-style dataset")
+    if isinstance(dataset, (str, bytes, dict)):
+        raise TypeError(f"CachedDataset got a {what}, which is not indexed by 0, 1, 2, …; wrap a map-style dataset")
+    try:
+        return operator.index(len(dataset))
+    except TypeError as error:
+        raise TypeError(
+            f"CachedDataset got a {what} without a usable __len__ ({error}); it must tell how many samples there are"
+        ) from error
+
+
+def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    chosen = os.environ.get(CACHE_DIR_VARIABLE) if cache_dir is None else cache_dir
+    if not chosen:
+        return Path(platformdirs.user_cache_dir("torchcache"))
+    return Path(os.fsdecode(chosen)).expanduser()
+
+
+def _folder_name(name: str, key: str) -> str:
+    """``<name>-<key>`` in characters that every file system takes; a key that has others is hashed."""
+    plain = re.sub(r"[^A-Za-z0-9._]+", "_", name).strip("._")[:NAME_CHARACTERS] or "dataset"
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", key):
+        key = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return f"{plain}-{key}"
+
+
+def _position(index: Any) -> int | None:
+    """An index as a Python int, or ``None`` if it is something else."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return None
+
+
+def _describe(transform: Any) -> str:
+    return getattr(transform, "__qualname__", None) or type(transform).__qualname__

@@ -1,0 +1,484 @@
+"""The fill: claim, read, publish, wait.
+
+docs/fill.md is the specification. In short: a sample that is not cached is claimed in LMDB, read from the source and
+published in a block with others; what somebody else has claimed is waited for. Everything of ours is published before
+we wait, so that two processes cannot wait for each other. A dead owner's claims are taken over at once, a stopped
+one's after ``claim_timeout_s``. When the store cannot take more, the fill stops admitting and samples come from the
+source.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from multiprocessing.util import Finalize
+from typing import Any
+
+from torchcache import block as blocks
+from torchcache import owner as owners
+from torchcache.errors import CacheBypassWarning, RandomSampleError, StoreError, StoreUnavailableError
+from torchcache.flatten import Dims, Leaf, Spec, detach_leaves, flatten
+from torchcache.guard import RandomnessGuard
+from torchcache.owner import Owner
+from torchcache.reader import Reader
+from torchcache.schema import Schema
+from torchcache.store import OWNERS, Counters, LogEntry, Store
+
+CLAIM_TIMEOUT_S = 60.0  # a live owner that publishes nothing for so long is taken to be stopped
+FLUSH_AFTER_S = 0.1  # single samples wait at most so long for others to share their block
+FLUSH_SAMPLES, FLUSH_BYTES = 256, 8 << 20  # or until there are so many
+BLOCK_BYTES = 64 << 20  # a batch larger than this becomes several blocks
+DISK_RESERVE = 0.05  # share of the disk that is left free
+MAX_SCHEMAS_PER_SPEC = 8  # then one in which every shape may differ
+POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
+PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owner lives, and how often
+
+logger = logging.getLogger("torchcache")
+
+Flat = tuple[Spec, list[Leaf]]
+_fillers: weakref.WeakSet[Filler] = weakref.WeakSet()
+
+
+class Filler:
+    """Brings samples from a source into a store, together with any number of other processes.
+
+    Args:
+        store: where to.
+        reader: what this process knows of the store; kept up to date.
+        dataset: the source.
+        guard: watches the source for random draws.
+        max_bytes: stop admitting when the blocks of the store are this large; ``None``: no limit but the disk's reserve.
+        claim_timeout_s: how long a live owner may publish nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        reader: Reader,
+        dataset: Any,
+        *,
+        guard: RandomnessGuard,
+        max_bytes: int | None = None,
+        claim_timeout_s: float = CLAIM_TIMEOUT_S,
+    ) -> None:
+        self._store = store
+        self._reader = reader
+        self._dataset = dataset
+        self._guard = guard
+        self._max_bytes = max_bytes
+        self._claim_timeout_s = claim_timeout_s
+        self._lock = threading.RLock()
+        self._buffer: dict[int, Flat] = {}
+        self._buffer_bytes = 0
+        self._flusher: _Flusher | None = None
+        self._owner: Owner | None = None
+        self._last_seen: dict[bytes, float] = {}  # when an owner last published, as far as we know
+        self._uncounted = Counters()  # reads whose samples were not published
+        self._published = Counters()  # reads whose samples wait in the buffer
+        self._refused = ""  # why nothing more is admitted
+        _fillers.add(self)
+
+    @property
+    def admitting(self) -> bool:
+        return not self._refused
+
+    # -- reading through the source ----------------------------------------------------------------------
+
+    def fetch(self, wanted: Mapping[int, Any], *, buffered: bool = False, wait: bool = True) -> dict[int, Any]:
+        """Gets samples into the store, or at least from the source.
+
+        Args:
+            wanted: what to give the source for each index: the index as the caller gave it.
+            buffered: publish later, together with others (single samples), instead of at once.
+            wait: wait for what others have claimed; otherwise leave it.
+
+        Returns:
+            The samples that were read here, as the source gave them. With ``wait``, all others are in the store, and
+            the reader knows them.
+
+        Raises:
+            Whatever the source raises; the samples read before are kept.
+        """
+        samples: dict[int, Any] = {}
+        waiting = _Waiting(self)
+        while True:
+            remaining = self._reader.missing([i for i in wanted if i not in samples])
+            if not remaining:
+                return samples
+            if not self.admitting or not self._store.writable:
+                samples.update(self._bypass(remaining, wanted))
+                return samples
+            granted: list[int] = []
+            try:
+                granted, held = self._claim(remaining, waiting.usurped)
+                if held and not granted:
+                    if not wait:
+                        return samples
+                    self.flush()
+                    waiting.wait(set(held.values()))
+            except StoreError as error:
+                self._refuse(error)
+            if granted:
+                samples.update(self._fill(granted, wanted, buffered))
+
+    def refresh(self) -> None:
+        """Learns of everything that has been published."""
+        with self._store.lock:
+            self._learn(self._store.entries(self._reader.sequence))
+
+    def _claim(self, wanted: Sequence[int], usurped: frozenset[bytes]) -> tuple[list[int], dict[int, bytes]]:
+        if self._buffer and any(index in self._buffer for index in wanted):
+            self.flush()
+
+        def missing(entries: list[LogEntry]) -> list[int]:
+            self._learn(entries)
+            return self._reader.missing(wanted)
+
+        claim = self._store.claim(self._own().id, self._reader.sequence, missing, usurped)
+        return claim.granted, claim.held
+
+    def _learn(self, entries: list[LogEntry]) -> None:
+        with self._store.lock:
+            self._reader.apply(entries)
+        now = time.monotonic()
+        for entry in entries:
+            self._last_seen[entry.owner] = now
+
+    def _bypass(self, indices: Sequence[int], wanted: Mapping[int, Any]) -> dict[int, Any]:
+        samples, seconds, error = self._read(indices, wanted)
+        self._uncounted += Counters(source_reads=len(samples), source_seconds=seconds)
+        if error is not None:
+            raise error
+        return samples
+
+    def _fill(self, indices: list[int], wanted: Mapping[int, Any], buffered: bool) -> dict[int, Any]:
+        """Reads what we have claimed, and publishes it; gives back what could not be read."""
+        kept: dict[int, Flat] = {}
+        try:
+            samples, seconds, error = self._read(indices, wanted)
+            reads = Counters(source_reads=len(samples), source_seconds=seconds)
+            for index, sample in samples.items():
+                kept[index] = flatten(sample)
+            if buffered:
+                self._put_off(kept, reads)
+            else:
+                self._publish(kept, reads)
+        except BaseException:
+            kept.clear()
+            raise
+        finally:
+            self._release([i for i in indices if i not in kept])
+        if error is not None:
+            raise error
+        return samples
+
+    def _read(
+        self, indices: Sequence[int], wanted: Mapping[int, Any]
+    ) -> tuple[dict[int, Any], float, BaseException | None]:
+        """Reads from the source until it raises; returns the samples, the seconds, and the error."""
+        samples: dict[int, Any] = {}
+        batched = getattr(self._dataset, "__getitems__", None)
+        start = time.perf_counter()
+        try:
+            with self._guard.watch(self._dataset, len(indices)):
+                if batched and len(indices) > 1:
+                    found = list(batched([wanted[i] for i in indices]))
+                    if len(found) != len(indices):
+                        raise ValueError(f"__getitems__ was asked for {len(indices)} samples and gave {len(found)}")
+                    samples = dict(zip(indices, found, strict=True))
+                else:
+                    for index in indices:
+                        samples[index] = self._dataset[wanted[index]]
+        except BaseException as error:  # whatever it is, it is raised again once the claims are in order
+            if not isinstance(error, Exception) or isinstance(error, RandomSampleError):
+                samples = {}
+            return samples, time.perf_counter() - start, error
+        return samples, time.perf_counter() - start, None
+
+    # -- publishing --------------------------------------------------------------------------------------
+
+    def _publish(self, flat: Mapping[int, Flat], reads: Counters) -> None:
+        """Appends samples to the store. If that is not possible, says so once, and nothing more is admitted."""
+        if not flat:
+            self._uncounted += reads
+            return
+        pending = dict(flat)
+        try:
+            while pending:
+                prepared = self._prepare(pending)
+                entries, totals = self._store.publish(
+                    self._own().id, self._reader.sequence, prepared, reads + self._uncounted, self._admits
+                )
+                if totals is not None:
+                    self._uncounted = Counters()
+                    self._seal_if_complete(totals)
+                    return
+                self._learn(entries)
+                if self._refused:
+                    raise StoreUnavailableError(self._refused)
+                left = set(self._reader.missing(list(pending)))
+                reads += Counters(duplicate_reads=len(pending) - len(left))
+                pending = {i: pending[i] for i in left}
+            self._uncounted += reads
+        except (StoreError, OSError) as error:
+            self._uncounted += reads
+            self._refuse(error)
+
+    def _prepare(self, flat: Mapping[int, Flat]) -> list[tuple[bytearray, list[int]]]:
+        """Makes blocks of samples: one a structure, none larger than ``BLOCK_BYTES`` unless a sample is."""
+        groups: dict[Spec, list[int]] = {}
+        for index, (spec, _) in flat.items():
+            groups.setdefault(spec, []).append(index)
+        prepared = []
+        for spec, indices in groups.items():
+            for part in _split(indices, [blocks.estimated_nbytes(flat[i][1]) for i in indices]):
+                leaves = [flat[i][1] for i in part]
+                schema = _choose_schema(spec, [[dims for dims, _ in sample] for sample in leaves], self._store.schemas)
+                schema_id = self._store.schema_id(schema)
+                prepared.append((blocks.encode(schema, schema_id, leaves, self._store.min_block_bytes()), part))
+        return prepared
+
+    def _admits(self, nbytes: int) -> bool:
+        if self._max_bytes is not None and nbytes > self._max_bytes:
+            self._refused = f"max_bytes={self._max_bytes} is reached"
+        disk = shutil.disk_usage(self._store.path)
+        if disk.free < DISK_RESERVE * disk.total:
+            self._refused = f"less than {DISK_RESERVE:.0%} of the disk is free"
+        return not self._refused
+
+    def _refuse(self, error: BaseException) -> None:
+        """Admits nothing more, and says so once, with the cause and the remedy."""
+        self._refused = str(error)
+        self._disown()
+        cached = f"{self._reader.count} of {self._store.identity.length} samples are cached"
+        warnings.warn(
+            f"{self._store.path} takes no more samples: {error}. {cached}; the others are read from the source "
+            f"each epoch. Give the cache more room, or put it elsewhere with CACHE_DIR or cache_dir=",
+            CacheBypassWarning,
+            stacklevel=2,
+        )
+
+    def _seal_if_complete(self, totals: Counters) -> None:
+        if totals.samples >= self._store.identity.length:
+            self.refresh()
+            self.seal()
+
+    def seal(self) -> None:
+        """Seals the store if it is complete. A store that cannot be sealed serves all the same."""
+        if not (self._reader.complete and self._reader.count and self._store.seal is None and self._store.writable):
+            return
+        try:
+            seal = self._store.write_seal(self._reader.pack_index())
+        except StoreError as error:
+            logger.info("%s is complete and stays unsealed: %s", self._store.path, error)
+            return
+        self._reader.load_index(seal)
+        totals = self._store.counters()
+        logger.info(
+            "%s is complete: %d samples, %d bytes, %d source reads, %.1f s in the source",
+            self._store.path, totals.samples, totals.nbytes, totals.source_reads, totals.source_seconds,
+        )  # fmt: skip
+
+    # -- single samples ----------------------------------------------------------------------------------
+
+    def _put_off(self, flat: Mapping[int, Flat], reads: Counters) -> None:
+        """Keeps samples for a block that they will share with others."""
+        with self._lock:
+            for index, (spec, leaves) in flat.items():
+                self._buffer[index] = (spec, detach_leaves(leaves))
+                self._buffer_bytes += blocks.estimated_nbytes(leaves)
+            self._published += reads
+            if len(self._buffer) >= FLUSH_SAMPLES or self._buffer_bytes >= FLUSH_BYTES:
+                self.flush()
+            elif self._flusher is None:
+                self._flusher = _Flusher(self)
+
+    def flush(self) -> None:
+        """Publishes what waits for company."""
+        with self._lock:
+            flat, reads = self._buffer, self._published
+            if flat:
+                self._publish(flat, reads)
+            self._buffer, self._buffer_bytes, self._published = {}, 0, Counters()
+
+    # -- the owner ---------------------------------------------------------------------------------------
+
+    def _own(self) -> Owner:
+        with self._lock:
+            if self._owner is None:
+                folder = self._store.path / OWNERS
+                owners.sweep(folder)
+                self._owner = Owner(folder)
+                # Runs at the end of a DataLoader worker too, which ends without atexit.
+                Finalize(self, _close, args=(weakref.ref(self),), exitpriority=100)
+            return self._owner
+
+    def is_alive(self, owner: bytes) -> bool:
+        return owners.is_alive(self._store.path / OWNERS, owner)
+
+    def _release(self, indices: Sequence[int]) -> None:
+        if indices and self._owner is not None:
+            try:
+                self._store.release(self._owner.id, indices)
+            except StoreError:
+                self._disown()  # a dead owner's claims count no more
+
+    def _disown(self) -> None:
+        with self._lock:
+            if self._owner is not None:
+                self._owner.release()
+                self._owner = None
+
+    def close(self) -> None:
+        """Publishes what waits, and gives up every claim."""
+        with self._lock:
+            self.flush()
+            if self._flusher is not None:
+                self._flusher.stop()
+                self._flusher = None
+            if self._uncounted.source_reads and self._store.writable and self._store.seal is None:
+                self._count()
+            self._disown()
+
+    def _count(self) -> None:
+        try:
+            self._store.count(self._uncounted)
+            self._uncounted = Counters()
+        except StoreError as error:
+            logger.info("%s: %s; some reads are not in the store's totals", self._store.path, error)
+
+    # -- forks -------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        self._lock.acquire()
+        self.flush()
+        if self._flusher is not None:
+            self._flusher.stop()
+            self._flusher = None
+
+    def after_fork(self, in_child: bool) -> None:
+        if in_child:
+            self._owner = None  # the parent's; filelock has closed the child's copy of its descriptor
+            self._uncounted = Counters()
+        self._lock.release()
+
+
+class _Waiting:
+    """Waits for what others have claimed, for one call of ``fetch``."""
+
+    def __init__(self, filler: Filler) -> None:
+        self.usurped: frozenset[bytes] = frozenset()
+        self._filler = filler
+        self._pause = POLL_FIRST_S
+        self._started = time.monotonic()
+        self._next_probe = self._started + PROBE_AFTER_S
+
+    def wait(self, holders: set[bytes]) -> None:
+        """Returns when the log has grown, or when one of the owners has been found dead or stopped."""
+        before = self._filler._store.last_transaction()
+        while self._filler._store.last_transaction() == before:
+            time.sleep(self._pause)
+            self._pause = min(2 * self._pause, POLL_LAST_S)
+            if time.monotonic() >= self._next_probe:
+                gone = {owner for owner in holders if self._is_gone(owner)}
+                self._next_probe = time.monotonic() + PROBE_EVERY_S
+                if gone:
+                    self.usurped |= gone
+                    return
+
+    def _is_gone(self, owner: bytes) -> bool:
+        seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
+        return time.monotonic() - seen > self._filler._claim_timeout_s or not self._filler.is_alive(owner)
+
+
+class _Flusher:
+    """A thread that publishes the single samples of the last 100 ms, and ends. It is stopped before a fork."""
+
+    def __init__(self, filler: Filler) -> None:
+        self._filler = weakref.ref(filler)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchcache-flush", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(FLUSH_AFTER_S):
+            filler = self._filler()
+            if filler is None:
+                return
+            # Not while a fork or a close holds the lock and waits for this thread.
+            if filler._lock.acquire(blocking=False):
+                try:
+                    filler.flush()
+                    filler._flusher = None
+                    return
+                finally:
+                    filler._lock.release()
+            del filler
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _split(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    parts: list[list[int]] = []
+    room = 0
+    for index, size in zip(indices, sizes, strict=True):
+        if not parts or size > room:
+            parts.append([])
+            room = BLOCK_BYTES
+        parts[-1].append(index)
+        room -= size
+    return parts
+
+
+def _choose_schema(spec: Spec, samples: Sequence[Sequence[Dims]], known: Sequence[Schema]) -> Schema:
+    """The schema for samples of one structure: a known one that fits, else one that fixes what has never differed."""
+    distinct = {tuple(dims) for dims in samples}
+    candidates = [schema for schema in known if schema.spec == spec]
+    fitting = [schema for schema in candidates if all(schema.fits(dims) for dims in distinct)]
+    if fitting:
+        return max(fitting, key=lambda schema: sum(shape is not None for shape in schema.shapes))
+    shapes: list[Dims | None] = []
+    fresh = len(candidates) < MAX_SCHEMAS_PER_SPEC
+    for i, kind in enumerate(Schema(spec, tuple(samples[0])).columns):
+        seen: set[Dims | None] = {dims[i] for dims in distinct}
+        seen.update(schema.shapes[i] for schema in candidates)
+        fixed = kind.ndim == 0 or (fresh and len(seen) == 1 and not kind.is_raw)
+        shapes.append(samples[0][i] if fixed else None)
+    return Schema(spec, tuple(shapes))
+
+
+def _close(reference: weakref.ref[Filler]) -> None:
+    filler = reference()
+    if filler is not None:
+        filler.close()
+
+
+_forking: list[Filler] = []  # locked between the two fork hooks
+
+
+def _before_fork() -> None:
+    _forking.extend(_fillers)
+    for filler in _forking:
+        filler.before_fork()
+
+
+def _after_fork(in_child: bool) -> None:
+    while _forking:
+        _forking.pop().after_fork(in_child)
+
+
+# Hooks run in reverse order before a fork: these, which still write, before those of ``store``.
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=lambda: _after_fork(False),
+    after_in_child=lambda: _after_fork(True),
+)

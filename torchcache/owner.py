@@ -1,0 +1,68 @@
+"""Owners: which process holds a claim, and whether it still lives.
+
+An owner is a process that fills. It holds a lock on ``owners/<id>.lock``, which the kernel releases when the process
+dies, however it dies: that the lock can be had is the proof of death. No heartbeat, no process number, no clock:
+nothing that a container's namespace, a stopped process or a changed time could confuse.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import filelock
+
+from torchcache.errors import StoreUnavailableError
+
+ID_BYTES = 16
+
+
+class Owner:
+    """The lock of this process. Made in the process that fills, after any fork."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            # A sweep may take a file away between its creation and its locking.
+            while True:
+                self.id = os.urandom(ID_BYTES)
+                self._lock = _file_lock(folder, self.id)
+                self._lock.acquire(blocking=False)
+                if os.path.exists(self._lock.lock_file):
+                    return
+                self._lock.release()
+        except (OSError, NotImplementedError) as error:
+            raise StoreUnavailableError(f"{folder}: no lock can be had here ({error})") from error
+
+    def release(self) -> None:
+        """Gives the lock up; claims that still carry this owner's id count as a dead owner's from now on."""
+        if self._lock.is_locked:
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._lock.release()
+
+
+def is_alive(folder: Path, owner: bytes) -> bool:
+    """Whether the owner still holds its lock; the lock file of a dead one is removed."""
+    lock = _file_lock(folder, owner)
+    if not os.path.exists(lock.lock_file):
+        return False
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        return True
+    Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release()
+    return False
+
+
+def sweep(folder: Path) -> int:
+    """Removes the lock files of dead owners, and returns how many there were."""
+    if not folder.is_dir():
+        return 0
+    ids = [bytes.fromhex(file.stem) for file in folder.glob("[0-9a-f]" * 2 * ID_BYTES + ".lock")]
+    return sum(not is_alive(folder, owner) for owner in ids)
+
+
+def _file_lock(folder: Path, owner: bytes) -> filelock.FileLock:
+    # A soft lock would outlive its process, and a lock per thread is not what a process's life is.
+    return filelock.FileLock(folder / f"{owner.hex()}.lock", fallback_to_soft=False, thread_local=False, mode=0o600)

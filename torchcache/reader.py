@@ -1,0 +1,350 @@
+"""The private map of a store's file, and where in it each sample lies.
+
+A process reads without LMDB: it maps ``data.mdb`` itself, private and writable, so that a stray write through a view
+can neither crash the process nor reach the file. Python's ``mmap`` is reference-counted by every view of it, so a
+view outlives the reader. Views and gathers are checked against the map's length by torch and NumPy, so that a hostile
+offset can never leave it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, BlockHead, column_starts
+from torchcache.errors import CorruptStoreError, StoreUnavailableError
+from torchcache.schema import Column, Schema
+from torchcache.store import LogEntry, Seal
+
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
+_INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
+_FIRST_ROWS = 1024
+
+
+class Table:
+    """Where the samples of one schema lie.
+
+    Attributes:
+        schema: what they share.
+        columns: for each column one 64-bit file offset a sample, in units of ``Column.unit`` bytes: that of the value
+            in a fixed column, that of the record in a ragged one.
+        count: number of samples; the columns may be longer.
+    """
+
+    def __init__(self, schema: Schema, columns: list[torch.Tensor] | None = None, count: int = 0) -> None:
+        self.schema = schema
+        self.columns = columns or [torch.empty(_FIRST_ROWS, dtype=torch.int64) for _ in schema.columns]
+        self.count = count
+
+    def append(self, entry: LogEntry) -> int:
+        """Adds the samples of a block, and returns the row of the first."""
+        first, last = self.count, self.count + entry.head.count
+        if self.columns and last > len(self.columns[0]):
+            # Replaced, not resized: another thread may be reading the old ones.
+            self.columns = [torch.cat((c[:first], torch.empty(last, dtype=torch.int64))) for c in self.columns]
+        starts, _ = column_starts(self.schema.columns, entry.head.count)
+        rows = np.arange(entry.head.count, dtype=np.int64)
+        for known, column, start in zip(self.columns, self.schema.columns, starts, strict=True):
+            known.numpy()[first:last] = (entry.offset + start + rows * column.stride) // column.unit
+        self.count = last
+        return first
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some cached samples of one schema: the table that knows them, and their rows in it."""
+
+    table: Table
+    rows: torch.Tensor
+
+
+class Reader:
+    """What one process knows of one store: the map, and the place of every sample.
+
+    Args:
+        path: the data file.
+        length: number of samples of the dataset.
+        schemas: the store's schemas; a list that grows.
+    """
+
+    def __init__(self, path: Path, length: int, schemas: list[Schema]) -> None:
+        self._path = path
+        self._length = length
+        self._schemas = schemas
+        self.sequence = 0  # the log is known up to this number
+        self.count = 0  # samples known
+        self.map: mmap.mmap | None = None
+        self._inode: tuple[int, int] | None = None
+        self._only: Table | None = None
+        self._windows: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
+        self._tables: list[Table] = []
+        # Per sample its schema (-1: not cached) and its row in that schema's table. None once a sealed store has only
+        # one schema: then every sample is cached, and its row is its index.
+        self._schema_of: torch.Tensor | None = torch.full((length,), -1, dtype=torch.int32)
+        self._row_of: torch.Tensor | None = torch.zeros(length, dtype=torch.int64)
+
+    # -- the log and the index ---------------------------------------------------------------------------
+
+    def apply(self, entries: Sequence[LogEntry]) -> None:
+        """Learns of blocks, in the order of the log."""
+        if self._schema_of is None or self._row_of is None:
+            return
+        for entry in entries:
+            if entry.sequence < self.sequence:
+                continue
+            while len(self._tables) <= entry.head.schema_id:
+                self._tables.append(Table(self._schemas[len(self._tables)]))
+            row = self._tables[entry.head.schema_id].append(entry)
+            indices = torch.from_numpy(entry.indices.copy())
+            self.count += int((self._schema_of[indices] < 0).sum())
+            self._row_of[indices] = torch.arange(row, row + entry.head.count)
+            self._schema_of[indices] = entry.head.schema_id  # last: from here on, other threads read these rows
+            self.sequence = entry.sequence + 1
+
+    @property
+    def complete(self) -> bool:
+        return self.count == self._length
+
+    def missing(self, indices: Sequence[int]) -> list[int]:
+        """Those of the indices that are not cached."""
+        if self._schema_of is None:
+            return []
+        known = self._schema_of.numpy()
+        return [i for i in indices if known[i] < 0]
+
+    def all_missing(self) -> np.ndarray[Any, Any]:
+        """Every index that is not cached, in ascending order."""
+        return np.empty(0, np.int64) if self._schema_of is None else np.flatnonzero(self._schema_of.numpy() < 0)
+
+    def pack_index(self) -> bytearray:
+        """The index of a complete store: what ``load_index`` reads. docs/format.md is the specification."""
+        assert self._schema_of is not None and self._row_of is not None and self.complete
+        used = [i for i, table in enumerate(self._tables) if bool((self._schema_of == i).any())]
+        counts = [int((self._schema_of == i).sum()) for i in range(len(self._tables))]
+        parts: list[bytes] = [bytes(HEAD_BYTES), _INDEX.pack(self._length, len(counts))]
+        parts.append(np.asarray(counts, "<i8").tobytes())
+        rank = torch.empty(self._length, dtype=torch.int64)
+        for i in range(len(counts)):
+            rank[self._schema_of == i] = torch.arange(counts[i])
+        if len(used) > 1:
+            parts += [_pad(parts), self._schema_of.numpy().astype("<i4").tobytes()]
+            parts += [_pad(parts), rank.numpy().astype("<i8").tobytes()]
+        for i in used:
+            rows = self._row_of[self._schema_of == i].numpy()
+            for column in self._tables[i].columns:
+                parts += [_pad(parts), column.numpy()[rows].astype("<i8").tobytes()]
+        body = b"".join(parts[1:])
+        head = BlockHead(os.urandom(16), len(counts), self._length & 0xFFFFFFFF, HEAD_BYTES + len(body), 0)
+        head = BlockHead(head.block_id, head.schema_id, head.count, head.nbytes, head.checksum_of(body))
+        return bytearray(head.pack() + body)
+
+    def load_index(self, seal: Seal) -> None:
+        """Takes a sealed store's index straight from the map.
+
+        Raises:
+            CorruptStoreError: if it is not what the seal says.
+        """
+        data = self._mapped(seal.offset + seal.nbytes)
+        value = memoryview(data)[seal.offset : seal.offset + seal.nbytes]
+        head = BlockHead.read(value)
+        if (head.block_id, head.nbytes) != (seal.block_id, seal.nbytes) or head.checksum_of(
+            value[HEAD_BYTES:]
+        ) != head.checksum:
+            raise CorruptStoreError(f"{self._path}: the index is damaged")
+        try:
+            self._unpack_index(data, seal)
+        except (ValueError, TypeError, IndexError, struct.error) as error:
+            raise CorruptStoreError(f"{self._path}: the index cannot be read ({error})") from error
+
+    def _unpack_index(self, data: mmap.mmap, seal: Seal) -> None:
+        length, schemas = _INDEX.unpack_from(data, seal.offset + HEAD_BYTES)
+        if length != self._length or schemas > len(self._schemas):
+            raise CorruptStoreError(f"{self._path}: the index is of {length} samples, the store of {self._length}")
+        position = HEAD_BYTES + _INDEX.size
+
+        def take(count: int, dtype: str) -> np.ndarray[Any, Any]:
+            nonlocal position
+            array: np.ndarray[Any, Any] = np.ndarray((count,), dtype, data, seal.offset + position)
+            position += array.nbytes
+            if position > seal.nbytes:
+                raise CorruptStoreError(f"{self._path}: the index is too short")
+            return array
+
+        counts = take(schemas, "<i8").tolist()
+        if min(counts, default=0) < 0 or sum(counts) != length:
+            raise CorruptStoreError(f"{self._path}: the index counts {sum(counts)} samples, the store {length}")
+        used = [i for i, count in enumerate(counts) if count]
+        schema_of = row_of = None
+        if len(used) > 1:
+            position = _padded(position)
+            schema_of = torch.from_numpy(take(length, "<i4"))
+            position = _padded(position)
+            row_of = torch.from_numpy(take(length, "<i8"))
+            _check_rows(schema_of, row_of, counts)
+        tables = [Table(schema) for schema in self._schemas[:schemas]]
+        for i in used:
+            columns = []
+            for _ in self._schemas[i].columns:
+                position = _padded(position)
+                columns.append(torch.from_numpy(take(counts[i], "<i8")))
+            tables[i] = Table(self._schemas[i], columns, counts[i])
+        self._tables, self.count = tables, length
+        self._only = tables[used[0]] if len(used) == 1 else None
+        self._schema_of, self._row_of = schema_of, row_of
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def find(self, indices: Sequence[int]) -> Rows | None:
+        """The rows of samples that are all cached and share a schema.
+
+        Returns:
+            ``None`` if some are not cached, are of different schemas, or are not indices ``0 <= i < length``.
+        """
+        try:
+            array = np.asarray(indices)
+        except (TypeError, ValueError, OverflowError):
+            return None
+        # As unsigned numbers the negative ones are large: one comparison for both ends.
+        if array.dtype != np.int64 or array.ndim != 1 or not len(array) or array.view(np.uint64).max() >= self._length:
+            return None
+        wanted = torch.from_numpy(array)
+        if self._schema_of is None:
+            return Rows(self._only, wanted) if self._only is not None else None
+        schema_ids = self._schema_of.index_select(0, wanted)
+        first = int(schema_ids[0])
+        if first < 0 or bool((schema_ids != first).any()):
+            return None
+        assert self._row_of is not None
+        return Rows(self._tables[first], self._row_of.index_select(0, wanted))
+
+    def holds(self, index: int) -> bool:
+        """Whether this is the index, not counted from the end, of a cached sample."""
+        return 0 <= index < self._length and (self._schema_of is None or int(self._schema_of[index]) >= 0)
+
+    def values(self, index: int, copy: bool) -> tuple[Schema, list[Any]]:
+        """The schema and the leaves of a cached sample; views of the map if not ``copy``."""
+        if self._schema_of is None:
+            assert self._only is not None
+            table, row = self._only, index
+        else:
+            assert self._row_of is not None
+            table, row = self._tables[int(self._schema_of[index])], int(self._row_of[index])
+        return table.schema, [self.value(table, c, row, copy) for c in range(len(table.columns))]
+
+    def sample(self, index: int, copy: bool) -> Any:
+        """Makes a cached sample."""
+        schema, values = self.values(index, copy)
+        return schema.rebuild(values)
+
+    def value(self, table: Table, c: int, row: int, copy: bool) -> Any:
+        """Makes one leaf of a sample."""
+        column = table.schema.columns[c]
+        offset, shape = int(table.columns[c][row]) * column.unit, column.shape
+        try:
+            if shape is None:
+                record = self._record(column, offset)
+                offset, shape = offset + record[0], record[1:]
+            nbytes = column.nbytes(shape)
+            return column.decode(self._mapped(offset + nbytes), offset, shape, copy)
+        except (ValueError, TypeError, OverflowError, MemoryError) as error:
+            raise CorruptStoreError(f"{self._path}: a sample at byte {offset} cannot be read ({error})") from error
+
+    def _record(self, column: Column, offset: int) -> tuple[int, ...]:
+        width = 1 + column.ndim
+        return struct.unpack_from(f"<{width}q", self._mapped(offset + 8 * width), offset)
+
+    def gather(self, rows: Rows, c: int, *, shared: bool = False) -> torch.Tensor:
+        """Copies one fixed column of samples from the map into a new tensor, in one call.
+
+        Args:
+            rows: which samples.
+            c: which column; its dtype must be one of torch's.
+            shared: make the tensor in shared memory, as a DataLoader worker does that is about to send it.
+
+        Returns:
+            A tensor of shape ``(len(rows), *shape)`` and the column's torch dtype.
+        """
+        column = rows.table.schema.columns[c]
+        shape, dtype = column.shape, column.torch_dtype
+        assert shape is not None and dtype is not None
+        offsets = rows.table.columns[c].index_select(0, rows.rows)
+        out = _new_shared((len(offsets), *shape), dtype) if shared else None
+        nbytes = column.nbytes(shape)
+        if nbytes == 0:
+            return torch.empty((len(offsets), *shape), dtype=dtype)
+        try:
+            return torch.index_select(self._window(dtype, shape), 0, offsets, out=out)
+        except IndexError:
+            # The file has grown since it was mapped, or the offset was never in it.
+            self._map_to(int(offsets.max()) * column.unit + nbytes)
+        try:
+            return torch.index_select(self._window(dtype, shape), 0, offsets, out=out)
+        except IndexError as error:
+            raise CorruptStoreError(f"{self._path}: a sample lies outside the file") from error
+
+    def _window(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The map as a tensor whose row *r* is the sample of this dtype and shape that starts at element *r*."""
+        window = self._windows.get((dtype, shape))
+        if window is None:
+            elements = torch.frombuffer(self._mapped(1), dtype=torch.uint8)
+            elements = elements[: len(elements) // dtype.itemsize * dtype.itemsize].view(dtype)
+            size = int(np.prod(shape, dtype=np.int64))
+            strides = torch.empty(shape, device="meta").stride()
+            window = elements.as_strided((max(len(elements) - size + 1, 0), *shape), (1, *strides))
+            self._windows[dtype, shape] = window
+        return window
+
+    # -- the map -----------------------------------------------------------------------------------------
+
+    def _mapped(self, end: int) -> mmap.mmap:
+        """The map, long enough to hold byte ``end - 1`` of the file."""
+        if self.map is None or len(self.map) < end:
+            self._map_to(end)
+        assert self.map is not None
+        return self.map
+
+    def _map_to(self, end: int) -> None:
+        with open(self._path, "rb") as file:
+            status = os.fstat(file.fileno())
+            size, inode = status.st_size, (status.st_dev, status.st_ino)
+            if self._inode not in (None, inode):
+                raise StoreUnavailableError(f"{self._path} was replaced while it was in use")
+            if not 0 <= end <= size:
+                raise CorruptStoreError(f"{self._path}: a value ends at byte {end} of a file of {size} bytes")
+            try:
+                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+                self.map = mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            except (OSError, ValueError) as error:
+                raise StoreUnavailableError(f"{self._path} of {size} bytes cannot be mapped: {error}") from error
+        self._inode, self._windows = inode, {}
+
+
+def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+
+
+def _check_rows(schema_of: torch.Tensor, row_of: torch.Tensor, counts: list[int]) -> None:
+    schema_ids, limits = schema_of.numpy(), np.asarray(counts)
+    if schema_ids.min() < 0 or schema_ids.max() >= len(counts):
+        raise CorruptStoreError("the index names an unknown schema")
+    if row_of.min() < 0 or (row_of.numpy() >= limits[schema_ids]).any():
+        raise CorruptStoreError("the index names a row that there is not")
+
+
+def _padded(position: int) -> int:
+    return -(-(position - HEAD_BYTES) // COLUMN_ALIGN) * COLUMN_ALIGN + HEAD_BYTES
+
+
+def _pad(parts: Sequence[bytes]) -> bytes:
+    position = sum(len(part) for part in parts)
+    return bytes(_padded(position) - position)

@@ -1,0 +1,704 @@
+"""The LMDB environment of one store: the log of blocks, the claims, the seal.
+
+The only module that imports ``lmdb``. A store is a folder with ``data.mdb`` and ``lock.mdb`` (LMDB 0.9), ``owners/``
+(liveness locks, see ``owner``) and ``store.lock``. Blocks are appended and never overwritten or deleted, so that a
+byte once published never moves. docs/format.md is the specification.
+
+All access to an unsealed store goes through write transactions, also where it only reads: one costs about a
+microsecond, and LMDB's reader table, with its slots that outlive their processes and its process numbers that mean
+nothing in another container, is never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import lmdb
+import numpy as np
+
+from torchcache import block as blocks
+from torchcache.block import HEAD_BYTES, BlockHead
+from torchcache.errors import (
+    CorruptStoreError,
+    FormatVersionError,
+    NotAStoreError,
+    StoreError,
+    StoreMismatchError,
+    StoreUnavailableError,
+)
+from torchcache.schema import Schema
+
+FORMAT_VERSION = 1
+DATA_FILE, LOCK_FILE, GUARD_FILE, OWNERS = "data.mdb", "lock.mdb", "store.lock", "owners"
+
+# Address space to reserve, not memory or disk: the file grows as it is written. Smaller ones are tried in turn where
+# a limit on address space (ulimit -v, batch systems) forbids the first.
+MAP_SIZES = tuple(1 << bits for bits in (40, 38, 36, 34, 32, 30, 28))
+GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
+DIRECTORY_MODE = 0o700
+
+_DATABASES = (b"meta", b"schemas", b"blocks", b"ids", b"claims", b"index")
+_ENTRY = struct.Struct("<16s16sIIQI4x")  # block id, owner, schema, count, nbytes, checksum; then the sample indices
+_COUNTERS = struct.Struct("<QQQQd")
+_SEAL = struct.Struct("<QQ16s")  # offset in the file, nbytes, block id of the index value
+_CORRUPT = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadValsizeError, lmdb.BadDbiError, lmdb.IncompatibleError)
+# One store object per folder and process: py-lmdb refuses to open a file twice.
+_open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
+_registry_lock = threading.RLock()
+_forking: list[Store] = []  # locked between the two fork hooks
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a store holds, in words and numbers: kept in the store and compared when it is opened.
+
+    Attributes:
+        key: identity of the content (``fingerprint``, or what the user gave as ``key=``).
+        source: qualified name of the dataset's class.
+        length: number of samples of the dataset.
+    """
+
+    key: str
+    source: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Totals over all processes and runs that used the store; ``source_seconds`` is time spent inside the source."""
+
+    source_reads: int = 0
+    duplicate_reads: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    source_seconds: float = 0.0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*[a + b for a, b in zip(self.astuple(), other.astuple(), strict=True)])
+
+    def astuple(self) -> tuple[Any, ...]:
+        return (self.source_reads, self.duplicate_reads, self.samples, self.nbytes, self.source_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One published block: its number in the log, its head, who wrote it, where it lies, whose samples it holds."""
+
+    sequence: int
+    head: BlockHead
+    owner: bytes
+    offset: int
+    indices: np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Where the index of a complete store lies in its file."""
+
+    offset: int
+    nbytes: int
+    block_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What ``Store.claim`` found: the indices that are ours now, and the owners of the others."""
+
+    granted: list[int]
+    held: dict[int, bytes]
+
+
+class Store:
+    """One store. Use ``Store.open`` and ``Store.create``; close by dropping it, or with ``close``.
+
+    The LMDB handle is opened when it is first needed and closed before a fork: it must not cross one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data_path = path / DATA_FILE
+        self.lock = threading.RLock()
+        self.schemas: list[Schema] = []
+        self.seal: Seal | None = None
+        self._env: lmdb.Environment | None = None
+        self._dbs: dict[bytes, Any] = {}
+        self._base = 0  # address of the file's first byte in LMDB's map
+        self._schema_ids: dict[bytes, int] = {}
+        self.identity: Identity
+        self.writable = False
+
+    # -- opening -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: Path) -> Store:
+        """Opens an existing store.
+
+        Raises:
+            NotAStoreError: if there is none, or something else.
+            FormatVersionError, CorruptStoreError, StoreUnavailableError: as they say.
+        """
+        with _registry_lock:
+            name = os.path.realpath(path)
+            store = _open_stores.get(name)
+            if store is None:
+                store = cls(path)
+                store._load()
+                _open_stores[name] = store
+            return store
+
+    @classmethod
+    def create(cls, path: Path, identity: Identity) -> Store:
+        """Opens the store at ``path``, and makes an empty one first if there is none.
+
+        Any number of processes may do so at once. An interrupted creation is completed by the next one.
+        """
+        if not (path / DATA_FILE).exists():
+            _refuse_foreign_folder(path)
+            try:
+                path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreUnavailableError(f"the folder {path} cannot be made: {error}") from error
+        if not _is_created(path, on_doubt=False):
+            with guard(path):
+                if not _is_created(path, on_doubt=True):
+                    cls(path)._initialise(identity)
+        store = cls.open(path)
+        store.expect(identity)
+        return store
+
+    def expect(self, identity: Identity) -> None:
+        """Refuses a dataset that contradicts what the store says of its own.
+
+        Raises:
+            StoreMismatchError: naming what differs.
+        """
+        for field, ours in asdict(self.identity).items():
+            theirs = getattr(identity, field)
+            if ours != theirs:
+                raise StoreMismatchError(
+                    f"{self.path} holds another dataset: its {field} is {ours!r}, this dataset's is {theirs!r}. "
+                    f"Give this one another key= or name=, or remove that folder"
+                )
+
+    def _load(self) -> None:
+        if not self.data_path.exists():
+            raise NotAStoreError(f"{self.path} holds no store: there is no {DATA_FILE}")
+        self.writable = all(
+            os.access(p, os.W_OK) for p in (self.path, self.data_path, self.path / LOCK_FILE) if p.exists()
+        )
+        with self._look() as txn:
+            self._read_meta(txn)
+            if self.seal is None and self.writable:
+                self._trust_after_reboot(txn)
+        self.close()
+
+    def _read_meta(self, txn: Any) -> None:
+        meta = self._dbs[b"meta"]
+        version = txn.get(b"format", db=meta)
+        if version is None:
+            raise NotAStoreError(f"{self.path} holds an LMDB file that torchcache did not write; choose another folder")
+        if bytes(version) != _format_line():
+            raise FormatVersionError(
+                f"{self.path} has the format {bytes(version)[:40]!r}, this version of torchcache writes "
+                f"{_format_line()!r}; remove the folder to fill it again"
+            )
+        try:
+            self.identity = Identity(**json.loads(bytes(txn.get(b"identity", db=meta))))
+            seal = txn.get(b"seal", db=meta)
+            self.seal = None if seal is None else Seal(*_SEAL.unpack(seal))
+        except (TypeError, ValueError, struct.error) as error:
+            raise CorruptStoreError(f"{self.path} does not say what it holds ({error})") from error
+        if type(self.identity.length) is not int or self.identity.length < 0:
+            raise CorruptStoreError(f"{self.path} says that it holds {self.identity.length!r} samples")
+        self._read_schemas(txn)
+
+    def _initialise(self, identity: Identity) -> None:
+        with self._write() as txn:
+            meta = self._dbs[b"meta"]
+            txn.put(b"identity", json.dumps(asdict(identity)).encode(), db=meta)
+            txn.put(b"counters", _COUNTERS.pack(*Counters().astuple()), db=meta)
+            txn.put(b"boot", _boot_id(), db=meta)
+            txn.put(b"format", _format_line(), db=meta)
+        self.close()
+
+    def _trust_after_reboot(self, txn: Any) -> None:
+        """Checks every block if the machine was restarted since the store was written: it may have lost pages."""
+        meta = self._dbs[b"meta"]
+        if bytes(txn.get(b"boot", db=meta, default=b"")) != _boot_id():
+            self._check_blocks(txn)
+            txn.put(b"boot", _boot_id(), db=meta)
+
+    # -- the LMDB handle ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the LMDB handle; the next use opens it again."""
+        with self.lock:
+            if self._env is not None:
+                self._env.close()
+                self._env = None
+                self._dbs = {}
+
+    def _environment(self) -> lmdb.Environment:
+        if self._env is None:
+            env = _open_environment(self.path)
+            with env.begin(write=True) as txn:
+                self._dbs = {name: env.open_db(name, txn=txn) for name in _DATABASES}
+            self._env, self._base = env, 0
+        return self._env
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[Any]:
+        """A write transaction: committed at the end, aborted by an exception."""
+        with self.lock, _translated(self.path), self._environment().begin(write=True, buffers=True) as txn:
+            yield txn
+
+    @contextlib.contextmanager
+    def _read_only(self) -> Iterator[Any]:
+        """A look at the file that needs no lock and no permission to write.
+
+        A snapshot of a store that is being written may be torn while it is read: every block is recognised by its
+        own id afterwards.
+        """
+        with self.lock, _translated(self.path):
+            self.close()
+            env = _open_environment(self.path, readonly=True)
+            try:
+                with env.begin(buffers=True) as txn:
+                    main = {bytes(key) for key, _ in txn.cursor()}
+                    self._dbs = {n: env.open_db(n, txn=txn, create=False) for n in _DATABASES if n in main}
+                    if len(self._dbs) < len(_DATABASES):
+                        raise NotAStoreError(f"{self.path} holds an LMDB file that torchcache did not write")
+                    self._base = 0
+                    yield txn
+            finally:
+                env.close()
+                self._dbs = {}
+
+    @contextlib.contextmanager
+    def _look(self) -> Iterator[Any]:
+        """A transaction to read in: exact while the store can still change, without locks when it cannot."""
+        with self._write() if self.writable and self.seal is None else self._read_only() as txn:
+            yield txn
+
+    def last_transaction(self) -> int:
+        """A number that grows with every commit of any process; costs about a microsecond and takes no lock."""
+        with self.lock, _translated(self.path):
+            return int(self._environment().info()["last_txnid"])
+
+    # -- the log -----------------------------------------------------------------------------------------
+
+    def entries(self, since: int) -> list[LogEntry]:
+        """The blocks from number ``since`` of the log on."""
+        with self._look() as txn:
+            return self._entries(txn, since)
+
+    def _entries(self, txn: Any, since: int) -> list[LogEntry]:
+        found = []
+        cursor = txn.cursor(db=self._dbs[b"ids"])
+        if cursor.set_range(_key(since)):
+            for key, value in cursor:
+                found.append(self._entry(txn, int.from_bytes(key, "big"), value))
+        if any(entry.head.schema_id >= len(self.schemas) for entry in found):
+            self._read_schemas(txn)
+        return found
+
+    def _entry(self, txn: Any, sequence: int, record: Any) -> LogEntry:
+        block = txn.get(_key(sequence), db=self._dbs[b"blocks"])
+        if block is None or len(record) < _ENTRY.size:
+            raise CorruptStoreError(f"{self.path}: block {sequence} is missing")
+        block_id, owner, schema_id, count, nbytes, checksum = _ENTRY.unpack_from(record)
+        head = BlockHead(block_id, schema_id, count, nbytes, checksum)
+        indices = np.frombuffer(bytes(record[_ENTRY.size :]), "<i8")
+        if bytes(block[:HEAD_BYTES]) != head.pack() or len(block) != nbytes or len(indices) != count:
+            raise CorruptStoreError(f"{self.path}: block {sequence} is not what the log says")
+        if count and not (0 <= indices.min() and indices.max() < self.identity.length):
+            raise CorruptStoreError(f"{self.path}: block {sequence} holds samples that the dataset does not have")
+        offset = self._offset(txn, block)
+        if offset < 0 or (offset + HEAD_BYTES) % blocks.COLUMN_ALIGN:
+            raise CorruptStoreError(f"{self.path}: block {sequence} does not lie where a block can lie")
+        return LogEntry(sequence, head, owner, offset, indices)
+
+    def _offset(self, txn: Any, value: Any) -> int:
+        """Where a value of LMDB lies in the file.
+
+        LMDB tells addresses. The first block is looked for in the file itself, which gives the address of the file's
+        first byte and with it every other offset, without knowing anything about LMDB's pages.
+        """
+        if not self._base:
+            first = txn.get(_key(0), db=self._dbs[b"blocks"])
+            with open(self.data_path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                offset = data.find(bytes(first[:HEAD_BYTES]))
+            if offset < 0:
+                raise CorruptStoreError(f"{self.path}: the first block is not in the file")
+            self._base = _address(first) - offset
+        return _address(value) - self._base
+
+    def claim(
+        self, owner: bytes, since: int, missing: Callable[[list[LogEntry]], Sequence[int]], usurped: frozenset[bytes]
+    ) -> Claim:
+        """Claims samples, in one transaction with a look at the log, so that none can be published in between.
+
+        Args:
+            owner: who claims.
+            since: the log is known up to this number.
+            missing: takes the new entries of the log, and gives the indices that are still wanted.
+            usurped: owners whose claims count no more, because they are dead or stopped.
+        """
+        with self._write() as txn:
+            claims = self._dbs[b"claims"]
+            granted, held = [], {}
+            for index in missing(self._entries(txn, since)):
+                holder = txn.get(_key(index), db=claims)
+                if holder is None or bytes(holder) in usurped:
+                    txn.put(_key(index), owner, db=claims)
+                    granted.append(index)
+                else:
+                    held[index] = bytes(holder)
+            return Claim(granted, held)
+
+    def release(self, owner: bytes, indices: Sequence[int]) -> None:
+        """Gives claims back; those that somebody else has taken over stay."""
+        with self._write() as txn:
+            self._release(txn, owner, indices)
+
+    def _release(self, txn: Any, owner: bytes, indices: Sequence[int]) -> None:
+        claims = self._dbs[b"claims"]
+        for index in indices:
+            holder = txn.get(_key(index), db=claims)
+            if holder is not None and bytes(holder) == owner:
+                txn.delete(_key(index), db=claims)
+
+    def publish(
+        self,
+        owner: bytes,
+        since: int,
+        prepared: Sequence[tuple[bytearray, Sequence[int]]],
+        counters: Counters,
+        admit: Callable[[int], bool],
+    ) -> tuple[list[LogEntry], Counters | None]:
+        """Appends blocks and gives up the claims on their samples, in one transaction.
+
+        Args:
+            owner: who publishes.
+            since: the log is known up to this number.
+            prepared: blocks, each with the indices of its samples.
+            counters: what to add to the store's totals; samples and bytes are added here.
+            admit: takes the store's size with these blocks, and says whether it may become that large.
+
+        Returns:
+            The new entries of the log (without these blocks), and the store's totals; ``None`` if nothing was
+            published, because ``admit`` refused or the entries hold one of the samples (then drop it and try again).
+        """
+        with self._write() as txn:
+            entries = self._entries(txn, since)
+            taken = {int(i) for entry in entries for i in entry.indices}
+            totals = self._counters(txn)
+            size = totals.nbytes + sum(len(block) for block, _ in prepared)
+            if not admit(size) or any(i in taken for _, indices in prepared for i in indices):
+                return entries, None
+            for block, indices in prepared:
+                self._append(txn, owner, block, indices)
+                self._release(txn, owner, indices)
+            count = sum(len(indices) for _, indices in prepared)
+            totals += counters + Counters(samples=count, nbytes=size - totals.nbytes)
+            self._put_counters(txn, totals)
+            return entries, totals
+
+    def _append(self, txn: Any, owner: bytes, block: bytearray, indices: Sequence[int]) -> None:
+        cursor = txn.cursor(db=self._dbs[b"ids"])
+        sequence = int.from_bytes(cursor.key(), "big") + 1 if cursor.last() else 0
+        head = BlockHead.read(block)
+        record = _ENTRY.pack(head.block_id, owner, head.schema_id, head.count, head.nbytes, head.checksum)
+        txn.put(_key(sequence), block, db=self._dbs[b"blocks"], append=True)
+        txn.put(
+            _key(sequence), record + np.asarray(indices, "<i8").tobytes(), db=self._dbs[b"ids"], append=True
+        )
+
+    # -- schemas and totals ------------------------------------------------------------------------------
+
+    def _read_schemas(self, txn: Any) -> None:
+        cursor = txn.cursor(db=self._dbs[b"schemas"])
+        if cursor.set_range(_key(len(self.schemas))):
+            for key, text in cursor:
+                if int.from_bytes(key, "big") != len(self.schemas):
+                    raise CorruptStoreError(f"{self.path}: schema {len(self.schemas)} is missing")
+                self._schema_ids[bytes(text)] = len(self.schemas)
+                self.schemas.append(Schema.from_json(bytes(text)))
+
+    def schema_id(self, schema: Schema) -> int:
+        """The number of a schema in the store, which learns it if need be."""
+        text = schema.to_json()
+        if text not in self._schema_ids:
+            with self._write() as txn:
+                self._read_schemas(txn)
+                if text not in self._schema_ids:
+                    txn.put(_key(len(self.schemas)), text, db=self._dbs[b"schemas"], append=True)
+            with self._write() as txn:
+                self._read_schemas(txn)
+        return self._schema_ids[text]
+
+    def counters(self) -> Counters:
+        """The store's totals."""
+        with self._look() as txn:
+            return self._counters(txn)
+
+    def count(self, counters: Counters) -> None:
+        """Adds to the store's totals."""
+        with self._write() as txn:
+            self._put_counters(txn, self._counters(txn) + counters)
+
+    def _counters(self, txn: Any) -> Counters:
+        record = txn.get(b"counters", db=self._dbs[b"meta"])
+        if record is None or len(record) != _COUNTERS.size:
+            raise CorruptStoreError(f"{self.path} has lost its totals")
+        return Counters(*_COUNTERS.unpack(record))
+
+    def _put_counters(self, txn: Any, counters: Counters) -> None:
+        txn.put(b"counters", _COUNTERS.pack(*counters.astuple()), db=self._dbs[b"meta"])
+
+    # -- sealing and checking ----------------------------------------------------------------------------
+
+    def write_seal(self, index: bytearray) -> Seal:
+        """Makes a complete store a sealed one, unless it is.
+
+        Args:
+            index: the index value, with a block head (see ``reader``). Everything is on the disk before the seal is.
+
+        Returns:
+            The seal, whoever has set it.
+        """
+        with guard(self.path):
+            with self._write() as txn:
+                self._read_meta(txn)
+                if self.seal is not None:
+                    return self.seal
+                txn.put(b"index", index, db=self._dbs[b"index"])
+            self._sync()
+            with self._write() as txn:
+                value = txn.get(b"index", db=self._dbs[b"index"])
+                seal = Seal(self._offset(txn, value), len(value), BlockHead.read(value).block_id)
+                txn.put(b"seal", _SEAL.pack(seal.offset, seal.nbytes, seal.block_id), db=self._dbs[b"meta"])
+            self._sync()
+            self.seal = seal
+            return seal
+
+    def _sync(self) -> None:
+        with self.lock, _translated(self.path):
+            self._environment().sync(True)
+
+    def check_blocks(self) -> int:
+        """Checks every block: its place, its schema, every offset in it, its checksum.
+
+        Returns:
+            The number of blocks.
+
+        Raises:
+            CorruptStoreError: for the first one that is wrong.
+        """
+        with self._look() as txn:
+            return self._check_blocks(txn)
+
+    def _check_blocks(self, txn: Any) -> int:
+        entries = self._entries(txn, 0)
+        for entry in entries:
+            if entry.head.schema_id >= len(self.schemas):
+                raise CorruptStoreError(f"{self.path}: block {entry.sequence} has an unknown schema")
+            block = txn.get(_key(entry.sequence), db=self._dbs[b"blocks"])
+            blocks.check(block, self.schemas[entry.head.schema_id], checksum=True)
+        return len(entries)
+
+    def min_block_bytes(self) -> int:
+        """The length from which on LMDB gives a value pages of its own, where it never moves."""
+        return mmap.PAGESIZE
+
+
+# ---------------------------------------------------------------------------------------------------- helpers
+
+
+@contextlib.contextmanager
+def guard(path: Path) -> Iterator[None]:
+    """Excludes other processes while a store is created, sealed or destroyed.
+
+    Raises:
+        StoreUnavailableError: if the lock cannot be had.
+    """
+    lock = filelock.FileLock(path / GUARD_FILE, timeout=GUARD_TIMEOUT_S, fallback_to_soft=False, mode=0o600)
+    try:
+        with lock:
+            yield
+    except filelock.Timeout as error:
+        raise StoreUnavailableError(f"{path / GUARD_FILE} was not to be had for {GUARD_TIMEOUT_S:.0f} s") from error
+
+
+def destroy(path: Path) -> None:
+    """Removes a store's folder. Who has it open keeps what is mapped."""
+    with _registry_lock:
+        opened = _open_stores.pop(os.path.realpath(path), None)
+        if opened is not None:
+            opened.close()
+        shutil.rmtree(path)
+
+
+def destroy_if_empty(store: Store) -> bool:
+    """Removes the folder of a store into which nothing was published, and in which nobody has a claim."""
+    with guard(store.path):
+        with store._write() as txn:
+            if any(txn.stat(store._dbs[name])["entries"] for name in (b"ids", b"claims")):
+                return False
+        destroy(store.path)
+        return True
+
+
+def inode(path: Path) -> int:
+    """The number of a store's data file, by which a store is told from another that took its place; 0: none."""
+    try:
+        return (path / DATA_FILE).stat().st_ino
+    except OSError:
+        return 0
+
+
+def set_aside(path: Path, damaged: int) -> Path:
+    """Renames the folder of a damaged store, and returns its new name.
+
+    Args:
+        path: the store's folder.
+        damaged: ``inode`` of the store that was found damaged; if another is there now, it is left alone.
+    """
+    aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
+    with guard(path), _registry_lock:
+        if inode(path) == damaged:
+            _open_stores.pop(os.path.realpath(path), None)
+            path.rename(aside)
+    return aside
+
+
+def _refuse_foreign_folder(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise NotAStoreError(f"{path} is a file where a store's folder should be; choose another cache_dir= or name=")
+    foreign = sorted({entry.name for entry in path.iterdir()} - {DATA_FILE, LOCK_FILE, GUARD_FILE, OWNERS})
+    if foreign:
+        raise NotAStoreError(f"{path} is not a store: it holds {foreign[0]!r}; choose another cache_dir= or name=")
+
+
+def _is_created(path: Path, on_doubt: bool) -> bool:
+    """Whether a store was completely created here.
+
+    Looks without a lock, so that it may run into another process's creation; ``on_doubt`` is the answer then, and
+    also for a file that is something else, of which opening it will complain.
+    """
+    data = path / DATA_FILE
+    if not data.exists() or data.stat().st_size == 0:
+        return False
+    try:
+        with contextlib.closing(_open_environment(path, readonly=True)) as env, env.begin() as txn:
+            names = {bytes(key) for key, _ in txn.cursor()}
+            if not names <= set(_DATABASES):
+                return True
+            return b"meta" in names and txn.get(b"format", db=env.open_db(b"meta", txn=txn, create=False)) is not None
+    except (lmdb.Error, StoreError):
+        return on_doubt
+
+
+def _open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
+    data = path / DATA_FILE
+    last_error: Exception | None = None
+    for map_size in MAP_SIZES:
+        if data.exists() and map_size < data.stat().st_size:
+            break
+        try:
+            env = lmdb.open(
+                str(path),
+                map_size=map_size,
+                max_dbs=len(_DATABASES),
+                readonly=readonly,
+                lock=not readonly,
+                sync=False,
+                metasync=False,
+                readahead=False,
+                create=False,
+                mode=0o600,
+            )
+        except lmdb.MemoryError as error:
+            last_error = error
+            continue
+        try:
+            _check_extent(env, data)
+        except BaseException:
+            env.close()
+            raise
+        return env
+    raise StoreUnavailableError(f"{data} cannot be mapped: not enough address space (ulimit -v)") from last_error
+
+
+def _check_extent(env: lmdb.Environment, data: Path) -> None:
+    """LMDB trusts its header; reading past the end of a shorter file would kill the process."""
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    size = data.stat().st_size
+    if size < needed:
+        raise CorruptStoreError(f"{data} has {size} bytes where its header says {needed}: it was truncated")
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Turns LMDB's errors into ours."""
+    try:
+        yield
+    except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+        raise NotAStoreError(f"{path / DATA_FILE} is not an LMDB file ({error}); choose another folder") from error
+    except _CORRUPT as error:
+        raise CorruptStoreError(f"{path / DATA_FILE} is damaged ({error})") from error
+    except lmdb.Error as error:
+        raise StoreUnavailableError(f"{path}: {error}") from error
+    except PermissionError as error:
+        raise StoreUnavailableError(f"{path}: {error}") from error
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def _address(buffer: Any) -> int:
+    return int(np.frombuffer(buffer, np.uint8, 1).__array_interface__["data"][0])
+
+
+def _format_line() -> bytes:
+    return b"torchcache %d" % FORMAT_VERSION
+
+
+def _boot_id() -> bytes:
+    """Differs from one start of the machine to the next; empty where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b""
+
+
+def _before_fork() -> None:
+    _registry_lock.acquire()
+    _forking.extend(_open_stores.values())
+    for store in _forking:
+        store.lock.acquire()
+        store.close()
+
+
+def _after_fork() -> None:
+    while _forking:
+        _forking.pop().lock.release()
+    _registry_lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
