@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 120
+TIMEOUT_S = 90
 SIDE_BY_SIDE = 2  # most of a tiny run is importing torch
 LENET = ("lenet_mnist", "--limit", 256, "--epochs", 2, "--device", "cpu", "--no-download")
 READS = ("source_reads", "--limit", 256, "--epochs", 2, "--workers", 2, 1, "--batch-size", 16, "--no-download")

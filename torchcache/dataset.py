@@ -165,19 +165,18 @@ class CachedDataset(Dataset[Any]):
 
     def _connect(self) -> _Cache | None:
         """Opens the store, or makes it; ``None`` if that cannot be, which has been said then."""
-        if self._cache is None and not self._bypassed:
-            inode = store.inode(self._path)
-            try:
-                self._cache = self._open_cache()
-            except CorruptStoreError as error:
-                if self._identity is None:
-                    raise
-                self._set_aside(inode, error)
-            except StoreUnavailableError as error:
-                if self.dataset is None:
-                    raise
-                self._bypass(error)
-        return self._cache
+        with store.registry_lock:
+            if self._cache is None and not self._bypassed:
+                inode = store.inode(self._path)
+                try:
+                    self._cache = self._open_cache()
+                except CorruptStoreError as error:
+                    if self._identity is None:
+                        raise
+                    self._set_aside(inode, error)
+                except StoreUnavailableError as error:
+                    self._bypass(error)
+            return self._cache
 
     def _open_cache(self) -> _Cache:
         opened = Store.open(self._path) if self._identity is None else Store.create(self._path, self._identity)

@@ -54,7 +54,7 @@ class Filler:
         dataset: the source.
         guard: watches the source for random draws.
         max_bytes: stop admitting when the blocks of the store are this large; ``None``: no limit but the disk's reserve.
-        claim_timeout_s: how long a live owner may publish nothing.
+        claim_timeout_s: how long a live owner may publish nothing; default ``CLAIM_TIMEOUT_S``.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Filler:
         *,
         guard: RandomnessGuard,
         max_bytes: int | None = None,
-        claim_timeout_s: float = CLAIM_TIMEOUT_S,
+        claim_timeout_s: float | None = None,
     ) -> None:
         self._store = store
         self._reader = reader
         self._dataset = dataset
         self._guard = guard
         self._max_bytes = max_bytes
-        self._claim_timeout_s = claim_timeout_s
+        self._claim_timeout_s = CLAIM_TIMEOUT_S if claim_timeout_s is None else claim_timeout_s
         self._lock = threading.RLock()
         self._buffer: dict[int, Flat] = {}
         self._buffer_bytes = 0
@@ -116,12 +116,13 @@ class Filler:
                 return samples
             granted: list[int] = []
             try:
+                known_until = self._store.last_transaction()
                 granted, held = self._claim(remaining, waiting.usurped)
                 if held and not granted:
                     if not wait:
                         return samples
                     self.flush()
-                    waiting.wait(set(held.values()))
+                    waiting.wait(set(held.values()), known_until)
             except StoreError as error:
                 self._refuse(error)
             if granted:
@@ -379,10 +380,14 @@ class _Waiting:
         self._started = time.monotonic()
         self._next_probe = self._started + PROBE_AFTER_S
 
-    def wait(self, holders: set[bytes]) -> None:
-        """Returns when the log has grown, or when one of the owners has been found dead or stopped."""
-        before = self._filler._store.last_transaction()
-        while self._filler._store.last_transaction() == before:
+    def wait(self, holders: set[bytes], known_until: int) -> None:
+        """Waits until the log has grown, or one of the owners has been found dead or stopped.
+
+        Args:
+            holders: the owners.
+            known_until: the number of the last transaction before it was seen that they hold what we want.
+        """
+        while self._filler._store.last_transaction() == known_until:
             time.sleep(self._pause)
             self._pause = min(2 * self._pause, POLL_LAST_S)
             if time.monotonic() >= self._next_probe:

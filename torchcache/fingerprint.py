@@ -259,7 +259,8 @@ class _Walk:
     def unordered(self, obj: Any, path: str) -> bytes:
         kind = type(obj)
         # Each element alone: the order of a set differs between processes, and so would what a shared walk knows.
-        members = sorted(self.alone().digest(element, f"{path}{{...}}") for element in obj)
+        walks = (self if type(element) in _ATOMS else self.alone() for element in obj)
+        members = sorted(walk.digest(element, f"{path}{{...}}") for walk, element in zip(walks, obj, strict=True))
         own = b"" if kind in (set, frozenset) else self.subclass(obj, path)
         return _hash("set" if issubclass(kind, set) else "frozenset", own, *members)
 
@@ -355,7 +356,7 @@ class _Walk:
         return _hash("instance", own, self.state(obj, state, path), *content)
 
     def state(self, obj: Any, state: Any, path: str) -> bytes:
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) and not callable(state[0]):
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0] or {}, dict) and type(state[1]) is dict:
             state = {**(state[0] or {}), **state[1]}  # attributes of __dict__ and of __slots__
         if not isinstance(state, dict):
             return self.digest(state, path)
@@ -363,18 +364,22 @@ class _Walk:
         drift = _drift(kind)
         parts = []
         for name in sorted(state, key=str):
-            reason, where = drift.get(name), f"{path}.{name}"
-            parts.append(str(name).encode("utf-8", "surrogatepass"))
-            parts.append(self.drifting(state[name], where, reason) if reason else self.digest(state[name], where))
+            content = self.unless_drifting(state[name], f"{path}.{name}", drift.get(name))
+            if content is not None:
+                parts += [str(name).encode("utf-8", "surrogatepass"), content]
         return _hash("state", *parts)
 
-    def drifting(self, value: Any, path: str, reason: str) -> bytes:
+    def unless_drifting(self, value: Any, path: str, reason: str | None) -> bytes | None:
+        """The digest of what a name stands for; None if it is left out, as if the name were not there."""
+        if reason is None:
+            return self.digest(value, path)
         if reason == _OPENED and value is not None:
             try:
                 return self.alone().digest(value, path)
             except FingerprintError:
                 pass  # a handle, which the reading method can open again from the rest of the state
-        return self.leave_out(path, reason)
+        self.leave_out(path, reason)
+        return None
 
     def chosen(self, obj: Any, path: str) -> bytes:
         """An object that says itself what counts."""
@@ -439,12 +444,10 @@ class _Walk:
         lines = [f"{code.co_argcount} {code.co_posonlyargcount} {code.co_flags & _FLAGS} {named} {code.co_freevars}"]
         steps = _instructions(code)
         for step, then in itertools.zip_longest(steps, steps[1:]):
-            what: object = step.arg
+            what = f"{step.arg} {step.argrepr}"
             if step.opcode in dis.hasconst:
                 unused = then is not None and then.opname == "STORE_NAME" and then.argval in _NOT_CONTENT
                 what = "" if unused else self.constant(step.argval, path).hex()
-            elif isinstance(step.argval, (str, int)) or (step.argval and type(step.argval[0]) is str):
-                what = step.argval
             lines.append(f"{step.opname} {what}")
         return _hash("code", "\n".join(lines).encode("utf-8", "surrogatepass"), getattr(code, "co_exceptiontable", b""))
 
@@ -458,12 +461,11 @@ class _Walk:
         parts = []
         for name in sorted(names.keys() & space.keys() - {"__name__"}):  # which is another in spawned workers
             value, where = space[name], f"{path}.__globals__[{name!r}]"
-            if name in assigned:
-                parts += [name.encode(), self.drifting(value, where, assigned[name])]
-            elif isinstance(value, types.ModuleType):
+            if isinstance(value, types.ModuleType):
                 parts += [self.attribute(value, chain, where) for chain in sorted(names[name])]
             else:
-                parts += [name.encode(), self.digest(value, where)]
+                content = self.unless_drifting(value, where, assigned.get(name))
+                parts += [name.encode(), content] if content is not None else []
         parts += [self.imported(target, space.get("__package__"), path) for target in imports]
         return _hash("references", *parts)
 
@@ -553,6 +555,7 @@ _FLAGS = 0x3FF  # of code objects: those that change what the code does
 _COUNTER = "a counter that reading advances"
 _FILLED = "a cache that reading fills"
 _OPENED = "made by reading"
+_CACHED = "a cached property"
 _SKIPPED_STEPS = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
 
 
@@ -771,6 +774,7 @@ def _drift(cls: Any) -> dict[str, str]:
     - a cache, made empty by ``__init__`` as in ``self.cache = {}``, filled there as in ``self.cache[i] = x``, and
       mentioned nowhere else;
     - anything else assigned there, while it is None or cannot be identified: a file that reading opens.
+    The contents of a ``cached_property`` are left out too.
     """
     if any(getattr(cls, name, None) is not getattr(object, name, None) for name in ("__reduce__", "__getstate__")):
         return {}  # the class says itself what its state is
@@ -786,7 +790,12 @@ def _drift(cls: Any) -> dict[str, str]:
         used |= fresh
         parts = (part for method in fresh for code in methods[method] for part in _nested(code))
         fresh = {name for part in parts for name in part.co_names if name in methods} - used
-    found: dict[str, str] = {}
+    found = {
+        name: _CACHED
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, functools.cached_property)
+    }
     for name, reason in (change for method in sorted(used) for code in methods[method] for change in _changes(code)):
         found[name] = reason if found.get(name, reason) == reason else _OPENED
     others = [code for name, codes in methods.items() if name not in used for code in codes]

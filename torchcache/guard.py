@@ -39,7 +39,10 @@ MAX_DEPTH, MAX_OBJECTS, MAX_ELEMENTS = 8, 2000, 64  # of the search for generato
 QUIET_S = 0.01, 0.1  # least and most to wait in order to see whether another thread draws
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
-_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic, type)
+_LEAVES: tuple[type, ...] = (
+    str, bytes, bytearray, int, float, complex, type(None), type, torch.Tensor, np.ndarray, np.generic,
+    *weakref.ProxyTypes,
+)  # fmt: skip
 _LIBRARIES = ("torch", "torchvision", "numpy", "builtins", "abc", "typing", "collections", "functools", "enum")
 _RANDOM_CLASS = re.compile(
     r"Rand(om|[A-Z])|AutoAugment|TrivialAugment|AugMix|CutMix|MixUp|ColorJitter|ScaleJitter|ElasticTransform"
@@ -277,7 +280,7 @@ def _reachable(root: Any, path: str) -> Iterator[tuple[str, Any]]:
         for where, obj in level:
             yield where, obj
             for step, child in _held(obj):
-                if id(child) not in seen and not isinstance(child, _LEAVES) and len(seen) < MAX_OBJECTS:
+                if id(child) not in seen and not issubclass(type(child), _LEAVES) and len(seen) < MAX_OBJECTS:
                     seen.add(id(child))
                     below.append((where + step if step[0] in ".[" else step, child))
         level = below
@@ -287,7 +290,8 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, (list, tuple, set, frozenset)):
         yield from ((f"[{i}]", value) for i, value in enumerate(_first(obj)))
     elif isinstance(obj, dict):
-        yield from ((f"[{key!r}]", value) for key, value in _first(obj.items()))
+        named = ((repr(key) if isinstance(key, (str, int)) else "...", value) for key, value in _first(obj.items()))
+        yield from ((f"[{key}]", value) for key, value in named)
     elif isinstance(obj, functools.partial):
         yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
     elif isinstance(obj, types.MethodType):
@@ -309,7 +313,9 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _first(values: Any) -> list[Any]:
-    return list(itertools.islice(values, MAX_ELEMENTS))
+    with contextlib.suppress(RuntimeError):  # another thread changes it
+        return list(itertools.islice(values, MAX_ELEMENTS))
+    return []
 
 
 @functools.lru_cache(maxsize=256)

@@ -56,7 +56,7 @@ _SEAL = struct.Struct("<QQ16s")  # offset in the file, nbytes, block id of the i
 _CORRUPT = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadValsizeError, lmdb.BadDbiError, lmdb.IncompatibleError)
 # One store object per folder and process: py-lmdb refuses to open a file twice.
 _open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
-_registry_lock = threading.RLock()
+registry_lock = threading.RLock()  # held while stores are opened; taken before a fork, so that none is half open
 _forking: list[Store] = []  # locked between the two fork hooks
 
 
@@ -149,7 +149,7 @@ class Store:
             NotAStoreError: if there is none, or something else.
             FormatVersionError, CorruptStoreError, StoreUnavailableError: as they say.
         """
-        with _registry_lock:
+        with registry_lock:
             name = os.path.realpath(path)
             store = _open_stores.get(name)
             if store is None:
@@ -544,7 +544,7 @@ def guard(path: Path) -> Iterator[None]:
 
 def destroy(path: Path) -> None:
     """Removes a store's folder. Who has it open keeps what is mapped."""
-    with _registry_lock:
+    with registry_lock:
         opened = _open_stores.pop(os.path.realpath(path), None)
         if opened is not None:
             opened.close()
@@ -577,7 +577,7 @@ def set_aside(path: Path, damaged: int) -> Path:
         damaged: ``inode`` of the store that was found damaged; if another is there now, it is left alone.
     """
     aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
-    with guard(path), _registry_lock:
+    with guard(path), registry_lock:
         if inode(path) == damaged:
             _open_stores.pop(os.path.realpath(path), None)
             path.rename(aside)
@@ -688,7 +688,7 @@ def _boot_id() -> bytes:
 
 
 def _before_fork() -> None:
-    _registry_lock.acquire()
+    registry_lock.acquire()
     _forking.extend(_open_stores.values())
     for store in _forking:
         store.lock.acquire()
@@ -698,7 +698,7 @@ def _before_fork() -> None:
 def _after_fork() -> None:
     while _forking:
         _forking.pop().lock.release()
-    _registry_lock.release()
+    registry_lock.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -1,0 +1,255 @@
+"""Workers, ranks and jobs on one store: every sample right, and read once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import Source, assert_same, image_and_label
+from torch.utils.data import DataLoader
+
+from torchcache import CachedDataset, fill, owner
+
+LENGTH = 200
+FORK = multiprocessing.get_context("fork")
+
+
+class SlowSource(Source):
+    """A source whose reads take a moment, so that processes meet in it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.001)  # the source's slowness, not a wait for anything
+        return super().__getitem__(index)
+
+
+def check_epoch(cached: CachedDataset, **options: Any) -> None:
+    loader = DataLoader(cached, batch_size=16, shuffle=True, collate_fn=list, **options)
+    samples = [sample for batch in loader for sample in batch]
+    found = sorted(samples, key=lambda sample: sample[0][0, 0, 0].item())
+    assert_same(found, [image_and_label(i) for i in range(len(cached))])
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 8])
+def test_forked_workers(cache_dir: Path, source: Source, num_workers: int) -> None:
+    cached = CachedDataset(source)
+    cached[0]  # the parent has the store open
+    for _ in range(2):
+        check_epoch(cached, num_workers=num_workers, multiprocessing_context="fork")
+    assert cached.complete
+    check_epoch(cached)
+    assert source.reads() == Counter(range(LENGTH))
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_other_start_methods(cache_dir: Path, source: Source, start_method: str) -> None:
+    cached = CachedDataset(source)
+    cached[0]
+    check_epoch(cached, num_workers=2, multiprocessing_context=start_method)
+    assert cached.complete
+    assert source.reads() == Counter(range(LENGTH))
+
+
+def test_persistent_workers_and_breaking_off(cache_dir: Path, source: Source) -> None:
+    cached = CachedDataset(source)
+    loader = DataLoader(cached, batch_size=8, shuffle=True, num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    for _ in range(3):
+        assert sum(len(y) for _, y in loader) == LENGTH
+    assert source.reads() == Counter(range(LENGTH))
+
+
+def _run_job(cached: CachedDataset, gate: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    gate.wait()
+    check_epoch(cached)
+
+
+def test_many_jobs_open_one_missing_folder(cache_dir: Path, tmp_path: Path) -> None:
+    source = SlowSource(100, tmp_path / "reads")
+    gate = FORK.Barrier(12)
+    jobs = [FORK.Process(target=_run_job, args=(CachedDataset(source), gate, seed)) for seed in range(12)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [0] * 12
+    assert source.reads() == Counter(range(100))
+    assert CachedDataset(source).complete
+
+
+def test_fork_at_any_moment(cache_dir: Path, source: Source) -> None:
+    """By code that is not ours, while single samples wait to be published."""
+    cached = CachedDataset(source)
+    for i in range(40):
+        assert_same(cached[i], image_and_label(i))
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                assert_same([cached[i], cached[i + 100]], [image_and_label(i), image_and_label(i + 100)])
+                cached.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        subprocess.run(["true"], check=True)
+    assert cached.complete is False
+    assert max(source.reads().values()) == 1
+    with FORK.Pool(2) as pool:
+        assert_same(pool.map(cached.__getitem__, range(LENGTH)), [image_and_label(i) for i in range(LENGTH)])
+    check_epoch(cached)
+
+
+FILL = """
+import sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+from test_processes import SlowSource
+from torchcache import CachedDataset
+source = SlowSource(300, Path(sys.argv[1]))
+cached = CachedDataset(source)
+for batch in DataLoader(cached, batch_size=8, shuffle=True, num_workers=int(sys.argv[2])):
+    print("batch", flush=True)
+"""
+
+
+def start_filling(reads: Path, num_workers: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", FILL, str(reads), str(num_workers)],
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_killed_and_restarted(cache_dir: Path, tmp_path: Path, num_workers: int) -> None:
+    """SIGKILL in mid-fill: what was published is kept, the rest is read again, nothing is cleaned by hand."""
+    reads = tmp_path / "reads"
+    for killed_after in (1, 4, 9):
+        with start_filling(reads, num_workers) as process:
+            assert process.stdout is not None
+            for _ in range(killed_after):
+                assert process.stdout.readline() == b"batch\n"
+            os.killpg(process.pid, signal.SIGKILL)
+    source = SlowSource(300, reads)
+    cached = CachedDataset(source)
+    check_epoch(cached)
+    assert cached.complete
+    counts = source.reads()
+    assert sorted(counts) == list(range(300))
+    assert sum(counts.values()) <= 300 + 3 * 8 * max(num_workers, 1) * 3  # what the dead had in hand
+    cached.close()
+    assert list((cached.path / "owners").iterdir()) == []
+
+
+def test_claims_of_a_dead_owner_are_taken_over(cache_dir: Path, source: Source) -> None:
+    cached = CachedDataset(source)
+    cached[0]
+    cached.close()
+    cached[1]
+    assert cached._cache is not None
+    store = cached._cache.store
+    store.claim(b"d" * owner.ID_BYTES, 0, lambda entries: [5, 6], frozenset())
+    assert_same(cached[5], image_and_label(5))
+    check_epoch(cached)
+    assert source.reads() == Counter(range(LENGTH))
+
+
+def test_a_stopped_owner_is_overtaken(cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were stopped by SIGSTOP: its lock is held, and it publishes nothing."""
+    monkeypatch.setattr(fill, "CLAIM_TIMEOUT_S", 0.2)
+    cached = CachedDataset(source)
+    cached[0]
+    assert cached._cache is not None
+    stopped = owner.Owner(cached.path / "owners")
+    cached._cache.store.claim(stopped.id, 0, lambda entries: [5, 6], frozenset())
+    started = time.monotonic()
+    assert_same(cached[5], image_and_label(5))
+    assert time.monotonic() - started >= 0.2
+    stopped.release()
+
+
+def test_a_late_owner_publishes_nothing_twice(cache_dir: Path, source: Source) -> None:
+    """Two processes have read one sample: it is stored once, and the second read is counted."""
+    slow, fast = CachedDataset(source), CachedDataset(source)
+    for cached in (slow, fast):
+        cached[0]
+    assert slow._cache is not None
+    assert fast._cache is not None
+    slow._cache.filler.flush()
+    late = {7: fill.flatten(image_and_label(7)), 8: fill.flatten(image_and_label(8))}
+    assert_same(fast.__getitems__([7]), [image_and_label(7)])
+    slow._cache.filler._publish(late, fill.Counters(source_reads=2))
+    assert slow.stats.samples_cached == 3
+    assert slow.stats.duplicate_reads == 1
+    assert_same([fast[7], fast[8]], [image_and_label(7), image_and_label(8)])
+
+
+class Failing(Source):
+    """Sample 3 always fails, sample 4 the first time."""
+
+    def __getitem__(self, index: Any) -> Any:
+        first = index not in self.reads()
+        sample = super().__getitem__(index)
+        if index == 3 or (index == 4 and first):
+            raise KeyError(f"sample {index}")
+        return sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_errors_of_the_source(cache_dir: Path, tmp_path: Path, num_workers: int) -> None:
+    source = Failing(8, tmp_path / "reads")
+    cached = CachedDataset(source, key="k")
+    for _ in range(2):
+        with pytest.raises(KeyError, match="sample 3"):
+            list(DataLoader(cached, batch_size=8, num_workers=num_workers))
+    with pytest.raises(KeyError, match="sample 4"):
+        cached[4]
+    assert_same(cached[4], image_and_label(4))
+    assert source.reads() == Counter({0: 1, 1: 1, 2: 1, 3: 2, 4: 2})
+    for index in (0, 1, 2, 5, 6, 7):
+        assert_same(cached[index], image_and_label(index))
+    assert cached.stats.samples_cached == 7
+
+
+class Batched(Source):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [super(Batched, self).__getitem__(i) for i in indices]
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("asked one by one")
+
+
+def test_batches_of_the_source_are_used(cache_dir: Path, tmp_path: Path) -> None:
+    source = Batched(40, tmp_path / "reads")
+    cached = CachedDataset(source, key="k")
+    for _ in range(2):
+        assert sum(len(y) for _, y in DataLoader(cached, batch_size=7, drop_last=True)) == 35
+    assert set(source.reads().values()) == {1}
+
+
+def test_worker_seeds_are_as_without_the_cache(cache_dir: Path, source: Source) -> None:
+    def draws(dataset: Any) -> list[int]:
+        torch.manual_seed(5)
+        np.random.seed(5)
+        loader = DataLoader(dataset, batch_size=16, num_workers=2, shuffle=True, collate_fn=_draw)
+        return [value for batch in loader for value in batch] + [int(torch.randint(1 << 30, ())), np.random.randint(9)]
+
+    cached = CachedDataset(source)
+    assert draws(cached) == draws(source) == draws(cached)
+
+
+def _draw(batch: list[Any]) -> list[int]:
+    return [int(batch[0][1]), int(torch.randint(1 << 30, ())), int(np.random.randint(1 << 30))]
