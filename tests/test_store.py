@@ -1,0 +1,344 @@
+"""Stores on disk: foreign, old, damaged, read-only, full. The job goes on, and nothing wrong is served."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+import torch
+from helpers import Source, assert_same, image_and_label
+from torch.utils.data import DataLoader
+
+from torchcache import CacheBypassWarning, CachedDataset, errors
+from torchcache import store as stores
+from torchcache.store import Store
+
+LENGTH = 200
+
+
+def filled(source: Any, **options: Any) -> CachedDataset:
+    cached = CachedDataset(source, **options)
+    cached.fill(progress=False)
+    cached.close()
+    return cached
+
+
+def check(cached: CachedDataset) -> None:
+    assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
+    assert_same(
+        [y for _, y in DataLoader(cached, batch_size=50)], [torch.arange(50) % 10 for _ in range(LENGTH // 50)]
+    )
+
+
+# ---------------------------------------------------------------------------------------------- not a store
+
+
+@pytest.mark.parametrize("content", [b"something else", b"\0" * 10_000, os.urandom(8192)])
+def test_a_file_of_something_else(cache_dir: Path, source: Source, content: bytes) -> None:
+    cached = filled(source)
+    shutil.rmtree(cached.path)
+    cached.path.mkdir()
+    (cached.path / "data.mdb").write_bytes(content)
+    for make in (CachedDataset, lambda ds: CachedDataset.open(cached.path)):
+        with pytest.raises(errors.NotAStoreError, match=r"data.mdb is not an LMDB file.*another folder"):
+            make(source)
+    assert (cached.path / "data.mdb").read_bytes() == content
+
+
+def test_somebody_elses_lmdb(cache_dir: Path, source: Source) -> None:
+    cached = filled(source)
+    shutil.rmtree(cached.path)
+    with lmdb.open(str(cached.path)) as env, env.begin(write=True) as txn:
+        txn.put(b"x", b"y")
+    with pytest.raises(errors.NotAStoreError, match="torchcache did not write"):
+        CachedDataset(source)
+
+
+def test_a_folder_of_something_else(cache_dir: Path, source: Source) -> None:
+    folder = CachedDataset(source).path
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("precious")
+    with pytest.raises(errors.NotAStoreError, match=r"not a store: it holds 'thesis.tex'"):
+        CachedDataset(source)[0]
+    assert [p.name for p in folder.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_place_of_the_folder(cache_dir: Path, source: Source) -> None:
+    folder = CachedDataset(source).path
+    folder.parent.mkdir(parents=True)
+    folder.write_text("precious")
+    with pytest.raises(errors.NotAStoreError, match="is a file"):
+        CachedDataset(source)
+    assert folder.read_text() == "precious"
+
+
+def test_another_format_version(cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(source)
+    monkeypatch.setattr(stores, "FORMAT_VERSION", 99)
+    with pytest.raises(errors.FormatVersionError, match=r"torchcache 1.*torchcache 99.*remove the folder"):
+        CachedDataset(source)
+
+
+def test_another_dataset_under_the_same_key(cache_dir: Path, source: Source, tmp_path: Path) -> None:
+    filled(source, key="k")
+    with pytest.raises(errors.StoreMismatchError, match=r"its length is 200, this dataset's is 199.*key="):
+        CachedDataset(Source(199, tmp_path / "other"), key="k")
+    with pytest.raises(errors.StoreMismatchError, match="its source is 'helpers.Source'"):
+        CachedDataset([0] * 200, key="k", name="Source")
+
+
+@pytest.mark.parametrize("step", ["folder", "empty file", "no meta"])
+def test_an_interrupted_creation_is_completed(cache_dir: Path, source: Source, step: str) -> None:
+    folder = CachedDataset(source).path
+    (folder / "owners").mkdir(parents=True)
+    if step == "empty file":
+        (folder / "data.mdb").touch()
+    elif step == "no meta":
+        lmdb.open(str(folder), max_dbs=1).close()
+    check(CachedDataset(source))
+
+
+# ---------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("size", [0.5, 0.9])
+def test_a_truncated_file_is_set_aside(cache_dir: Path, source: Source, size: float) -> None:
+    cached = filled(source)
+    data = cached.path / "data.mdb"
+    os.truncate(data, int(data.stat().st_size * size))
+    with pytest.warns(CacheBypassWarning, match=r"truncated.*kept as .*damaged-.*cached anew"):
+        again = CachedDataset(source)
+    check(again)
+    assert again.complete
+    assert len(list(cache_dir.glob("*.damaged-*"))) == 1
+    check(CachedDataset(source))
+
+
+def test_a_truncated_store_is_not_opened_without_its_dataset(cache_dir: Path, source: Source) -> None:
+    cached = filled(source)
+    os.truncate(cached.path / "data.mdb", 20_000)
+    with pytest.raises(errors.CorruptStoreError, match="truncated"):
+        CachedDataset.open(cached.path)
+    assert cached.path.exists()
+
+
+def test_flipped_bits_are_found(cache_dir: Path, tmp_path: Path, source: Source) -> None:
+    cached = filled(source)
+    original = (cached.path / "data.mdb").read_bytes()
+    rng = random.Random(1)
+    store = Store.open(cached.path)
+    entries = store.entries(0)
+    assert store.check_blocks() == len(entries)
+    for entry in entries:
+        position = entry.offset + rng.randrange(entry.head.nbytes)
+        damaged = bytearray(original)
+        damaged[position] ^= 1 << rng.randrange(8)
+        (cached.path / "data.mdb").write_bytes(damaged)
+        with pytest.raises(errors.CorruptStoreError):
+            store.check_blocks()
+
+
+DAMAGE = """
+import random, sys, warnings
+from pathlib import Path
+import torch
+from torchcache import CachedDataset, errors
+warnings.simplefilter("ignore")
+path, seeds = Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3]))
+original = (path / "data.mdb").read_bytes()
+outcomes = {}
+for seed in seeds:
+    rng, damaged = random.Random(seed), bytearray(original)
+    for _ in range(rng.choice([1, 1, 4, 40])):
+        kind, position = rng.randrange(4), rng.randrange(len(damaged))
+        page = position // 4096 * 4096
+        if kind == 0:
+            damaged[position] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            damaged[page : page + 4096] = bytes(4096)
+        elif kind == 2:
+            damaged[page : page + 4096] = rng.randbytes(4096)
+        else:
+            damaged[position : position + 8] = rng.choice([b"\\xff" * 8, bytes(8), rng.randbytes(8)])
+    folder = path.with_name(f"{path.name}-{seed}")
+    folder.mkdir()
+    (folder / "data.mdb").write_bytes(damaged[: len(original)])
+    try:
+        cached = CachedDataset.open(folder)
+        for i in range(len(cached)):
+            cached[i]
+        cached.__getitems__(list(range(len(cached))))
+        next(iter(torch.utils.data.DataLoader(cached, batch_size=50)))
+        outcome = "read"
+    except (errors.StoreError, errors.UnsupportedSampleError) as error:
+        outcome = type(error).__name__
+    outcomes[outcome] = outcomes.get(outcome, 0) + 1
+print(outcomes)
+"""
+
+
+def test_damaged_files_never_kill_the_process(cache_dir: Path, tmp_path: Path) -> None:
+    """Random pages, bits and words anywhere in a sealed store: an error of ours, or a sample, but never a signal."""
+    source = Source(60, tmp_path / "reads", lambda i: (image_and_label(i), "x" * i))
+    cached = filled(source, key="k")
+    done = subprocess.run(
+        [sys.executable, "-c", DAMAGE, str(cached.path), "0", "300"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "CorruptStoreError" in done.stdout
+
+
+def test_blocks_are_checked_after_a_restart_of_the_machine(
+    cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = CachedDataset(source)
+    for i in range(0, 100, 10):
+        cached.__getitems__(list(range(i, i + 10)))
+    cached.close()
+    store = Store.open(cached.path)
+    offset = store.entries(0)[3].offset
+    store.close()
+    monkeypatch.setattr(stores, "_boot_id", lambda: b"the next one")
+    check(CachedDataset(source))  # undamaged: trusted again
+    stores._open_stores.clear()
+    shutil.rmtree(cached.path)
+
+    cached = CachedDataset(source)
+    for i in range(0, 100, 10):
+        cached.__getitems__(list(range(i, i + 10)))
+    cached.close()
+    with open(cached.path / "data.mdb", "r+b") as file:
+        file.seek(offset + 200)
+        file.write(bytes(64))
+    stores._open_stores.clear()
+    monkeypatch.setattr(stores, "_boot_id", lambda: b"one more")
+    with pytest.warns(CacheBypassWarning, match=r"checksum.*cached anew"):
+        check(CachedDataset(source))
+
+
+# ---------------------------------------------------------------------------------------------- permissions and space
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+
+
+def mounted(folder: Path, options: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr!r}")
+
+
+@as_root
+def test_a_full_disk(cache_dir: Path, tmp_path: Path) -> None:
+    source = Source(64, tmp_path / "reads", lambda i: torch.full((250_000,), i, dtype=torch.uint8))
+    mounted(cache_dir, "size=8m")
+    try:
+        cached = CachedDataset(source, key="k")
+        with pytest.warns(CacheBypassWarning, match=rf"{cache_dir}.*takes no more samples.*CACHE_DIR") as caught:
+            for _ in range(2):
+                assert [int(x[0, 0]) for x in DataLoader(cached, batch_size=1)] == list(range(64))
+        assert len(caught) == 1
+        assert 0 < cached.stats.samples_cached < 64
+        cached.close()
+        again = CachedDataset(source, key="k")
+        assert int(again[0][0]) == 0
+        assert again.stats.hits == 1
+        again.close()
+    finally:
+        subprocess.run(["umount", "-l", str(cache_dir)], check=True)
+
+
+@as_root
+def test_read_only_mounts(cache_dir: Path, tmp_path: Path, source: Source) -> None:
+    mounted(cache_dir, "size=64m")
+    try:
+        filled(source)
+        half = CachedDataset(source, name="half")
+        half.__getitems__(list(range(100)))
+        half.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(cache_dir)], check=True)
+        stores._open_stores.clear()
+        before = source.reads().total()
+        check(CachedDataset(source))
+        assert source.reads().total() == before
+        half = CachedDataset(source, name="half")
+        check(half)
+        assert half.stats.hits == 200
+        assert half.stats.samples_cached == 100
+        with pytest.warns(CacheBypassWarning, match=r"cannot be used.*read from the source"):
+            check(CachedDataset(source, name="new"))
+    finally:
+        subprocess.run(["umount", "-l", str(cache_dir)], check=True)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, source: Source) -> None:
+    (tmp_path / "file").touch()
+    cached = CachedDataset(source, cache_dir=tmp_path / "file" / "below")
+    with pytest.warns(CacheBypassWarning, match=r"cannot be used.*CACHE_DIR") as caught:
+        check(cached)
+    assert len(caught) == 1
+    assert cached.complete is False
+    assert cached.stats.samples_cached == 0
+    cached.fill(progress=False)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from helpers import Source
+from torchcache import CachedDataset
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30,) * 2)
+source = Source(20, Path(sys.argv[1]), lambda i: torch.full((1 << 20,), i, dtype=torch.uint8))
+cached = CachedDataset(source, key="k")
+cached.fill()
+assert cached.complete
+assert [int(cached[i][-1]) for i in range(20)] == list(range(20))
+"""
+
+
+def test_little_address_space(cache_dir: Path, tmp_path: Path) -> None:
+    folder = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path / "reads")], cwd=folder, check=True)
+
+
+def test_the_file_is_as_large_as_its_content(cache_dir: Path, tmp_path: Path) -> None:
+    payload = 100 * 8192
+    source = Source(100, tmp_path / "reads", lambda i: torch.zeros(8192, dtype=torch.uint8))
+    for cached in (filled(source, key="batches"), CachedDataset(source, key="items")):
+        for i in range(100):
+            cached[i]
+        assert cached.complete
+        status = (cached.path / "data.mdb").stat()
+        assert status.st_size <= 1.1 * payload + 64 * 8192
+        assert status.st_blocks * 512 <= 1.1 * payload + 64 * 8192
+
+
+def test_samples_that_outgrow_the_first(cache_dir: Path, tmp_path: Path) -> None:
+    source = Source(6, tmp_path / "reads", lambda i: torch.zeros(1 if i < 4 else 40_000_000, dtype=torch.uint8))
+    cached = CachedDataset(source, key="k")
+    assert [len(cached[i]) for i in range(6)] == [1] * 4 + [40_000_000] * 2
+    assert cached.complete
+    assert len(cached[5]) == 40_000_000
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_few_schemas_for_many_shapes(cache_dir: Path, tmp_path: Path, batch_size: int) -> None:
+    source = Source(100, tmp_path / "reads", lambda i: (torch.zeros(3, 5 + i % 37), torch.zeros(i % 3), "x" * i))
+    cached = CachedDataset(source, key="k")
+    list(DataLoader(cached, batch_size=batch_size, collate_fn=list))
+    assert cached._cache is not None
+    assert len(cached._cache.store.schemas) <= 4
+    assert_same([cached[i] for i in range(100)], [source.make(i) for i in range(100)])
