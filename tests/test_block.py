@@ -32,11 +32,11 @@ def test_golden_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The format of docs/format.md, byte for byte; a change of it needs another FORMAT_VERSION."""
     monkeypatch.setattr(block.os, "urandom", lambda n: bytes(range(n)))
     schema, data = encoded()
-    head = "000102030405060708090a0b0c0d0e0f" "07000000" "03000000" "f600000000000000" "0a5448ef" + "00" * 12
-    tensors = "0000" "0100" "0100" "0200" "0200" "0300"
+    head = "000102030405060708090a0b0c0d0e0f0700000003000000f6000000000000000a5448ef" + "00" * 12
+    tensors = "000001000100020002000300"
     # Three records of (offset from the record, length); the values start at byte 240.
-    texts = "8000000000000000" "0000000000000000" "7000000000000000" "0200000000000000" "6200000000000000" "0400000000000000"
-    labels = "0000000000000000" "0100000000000000" "0200000000000000"
+    texts = "800000000000000000000000000000007000000000000000020000000000000062000000000000000400000000000000"
+    labels = "000000000000000001000000000000000200000000000000"
     expected = head + tensors.ljust(128, "0") + texts.ljust(128, "0") + labels.ljust(128, "0") + b"ababab".hex()
     assert data.hex() == expected
     assert schema.to_json() == (

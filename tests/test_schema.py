@@ -175,7 +175,7 @@ def test_a_sample_that_contains_itself() -> None:
 
 
 def test_a_local_namedtuple_is_refused_when_it_is_stored() -> None:
-    local = collections.namedtuple("local", "x")  # noqa: PYI024
+    local = collections.namedtuple("local", "x")
     with pytest.raises(UnsupportedSampleError, match="cannot be found by that name"):
         flatten(local(1))
 

@@ -32,9 +32,7 @@ def filled(source: Any, **options: Any) -> CachedDataset:
 
 def check(cached: CachedDataset) -> None:
     assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
-    assert_same(
-        [y for _, y in DataLoader(cached, batch_size=50)], [torch.arange(50) % 10 for _ in range(LENGTH // 50)]
-    )
+    assert_same([y for _, y in DataLoader(cached, batch_size=50)], [torch.arange(50) % 10 for _ in range(LENGTH // 50)])
 
 
 # ---------------------------------------------------------------------------------------------- not a store
@@ -90,7 +88,7 @@ def test_another_dataset_under_the_same_key(cache_dir: Path, source: Source, tmp
     filled(source, key="k")
     with pytest.raises(errors.StoreMismatchError, match=r"its length is 200, this dataset's is 199.*key="):
         CachedDataset(Source(199, tmp_path / "other"), key="k")
-    with pytest.raises(errors.StoreMismatchError, match="its source is 'helpers.Source'"):
+    with pytest.raises(errors.StoreMismatchError, match=r"its source is 'helpers.Source'"):
         CachedDataset([0] * 200, key="k", name="Source")
 
 
@@ -235,7 +233,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system n
 
 def mounted(folder: Path, options: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr!r}")
 

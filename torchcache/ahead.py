@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -14,7 +16,7 @@ BATCH_SIZE = 64  # samples a block
 class _Batches(Dataset[int]):
     """Reading a batch of samples as a dataset, so that a ``DataLoader``'s workers do it."""
 
-    def __init__(self, read: Callable[[list[int]], int], indices: Sequence[int]) -> None:
+    def __init__(self, read: Callable[[list[int]], int], indices: np.ndarray[Any, Any]) -> None:
         self._read = read
         self._indices = indices
 
@@ -22,11 +24,11 @@ class _Batches(Dataset[int]):
         return -(-len(self._indices) // BATCH_SIZE)
 
     def __getitem__(self, batch: int) -> int:
-        return self._read([int(i) for i in self._indices[batch * BATCH_SIZE : (batch + 1) * BATCH_SIZE]])
+        return self._read(self._indices[batch * BATCH_SIZE : (batch + 1) * BATCH_SIZE].tolist())
 
 
 def fill_ahead(
-    read: Callable[[list[int]], int], indices: Sequence[int], *, num_workers: int, progress: bool, total: int
+    read: Callable[[list[int]], int], indices: np.ndarray[Any, Any], *, num_workers: int, progress: bool, total: int
 ) -> None:
     """Reads samples in batches, and shows how far it is.
 
@@ -39,9 +41,7 @@ def fill_ahead(
         total: samples of the whole dataset.
     """
     # A generator of its own: making a loader draws a seed, and filling must not change what training draws.
-    loader = DataLoader(
-        _Batches(read, indices), batch_size=None, num_workers=num_workers, generator=torch.Generator()
-    )
+    loader = DataLoader(_Batches(read, indices), batch_size=None, num_workers=num_workers, generator=torch.Generator())
     done = total - len(indices)
     with tqdm(total=total, initial=done, unit=" samples", disable=None if progress else True) as bar:
         for count in loader:

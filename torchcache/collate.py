@@ -82,7 +82,7 @@ def _gathers(column: Column) -> bool:
     if column.shape is None or column.torch_dtype is None or column.order or column.requires_grad:
         return False
     if column.kind == "npscalar":
-        scalar = np.zeros((), column.numpy_dtype)[()]
+        scalar: Any = np.zeros((), column.numpy_dtype)[()]
         return isinstance(scalar, (np.bool_, np.number)) and torch.as_tensor([scalar]).dtype == column.torch_dtype
     return column.kind in ("tensor", "ndarray", "int", "float", "bool") and _can_select(column.torch_dtype)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import operator
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import platformdirs
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from torchcache import ahead, collate, fill, store
+from torchcache import ahead, collate, environment, fill, folder, location, store
 from torchcache.errors import (
     CacheBypassWarning,
     CorruptStoreError,
@@ -32,9 +29,6 @@ from torchcache.fingerprint import fingerprint
 from torchcache.guard import RandomnessGuard
 from torchcache.reader import Reader
 from torchcache.store import Counters, Identity, Store
-
-CACHE_DIR_VARIABLE = "CACHE_DIR"
-NAME_CHARACTERS = 64  # of a folder's name; file systems allow 255 bytes, encrypted ones 143
 
 
 @dataclass(frozen=True)
@@ -122,9 +116,9 @@ class CachedDataset(Dataset[Any]):
             source=f"{source.__module__}.{source.__qualname__}",
             length=length,
         )
-        self._path = _cache_folder(cache_dir) / _folder_name(name or source.__name__, self._identity.key)
+        self._path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, self._identity.key)
         self._reset()
-        if (self._path / store.DATA_FILE).exists() or self._path.is_file():
+        if (self._path / environment.DATA_FILE).exists() or self._path.is_file():
             self._connect()  # a folder that is something else is refused now, not in mid-epoch
 
     @classmethod
@@ -167,7 +161,7 @@ class CachedDataset(Dataset[Any]):
         """Opens the store, or makes it; ``None`` if that cannot be, which has been said then."""
         with store.registry_lock:
             if self._cache is None and not self._bypassed:
-                inode = store.inode(self._path)
+                inode = folder.inode(self._path)
                 try:
                     self._cache = self._open_cache()
                 except CorruptStoreError as error:
@@ -320,7 +314,9 @@ class CachedDataset(Dataset[Any]):
     def _foreign(self, index: Any) -> Any:
         """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
         if self.dataset is None:
-            raise TypeError(f"{self._path} was opened without its dataset: it takes indices, not {type(index).__name__}")
+            raise TypeError(
+                f"{self._path} was opened without its dataset: it takes indices, not {type(index).__name__}"
+            )
         if self.transform is not None:
             raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
         return self.dataset[index]
@@ -450,21 +446,6 @@ def _checked_length(dataset: Any) -> int:
         raise TypeError(
             f"CachedDataset got a {what} without a usable __len__ ({error}); it must tell how many samples there are"
         ) from error
-
-
-def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    chosen = os.environ.get(CACHE_DIR_VARIABLE) if cache_dir is None else cache_dir
-    if not chosen:
-        return Path(platformdirs.user_cache_dir("torchcache"))
-    return Path(os.fsdecode(chosen)).expanduser()
-
-
-def _folder_name(name: str, key: str) -> str:
-    """``<name>-<key>`` in characters that every file system takes; a key that has others is hashed."""
-    plain = re.sub(r"[^A-Za-z0-9._]+", "_", name).strip("._")[:NAME_CHARACTERS] or "dataset"
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", key):
-        key = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    return f"{plain}-{key}"
 
 
 def _position(index: Any) -> int | None:

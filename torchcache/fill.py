@@ -23,25 +23,23 @@ from typing import Any
 from torchcache import block as blocks
 from torchcache import owner as owners
 from torchcache.errors import CacheBypassWarning, RandomSampleError, StoreError, StoreUnavailableError
-from torchcache.flatten import Dims, Leaf, Spec, detach_leaves, flatten
+from torchcache.flatten import detach_leaves, flatten
+from torchcache.folder import OWNERS
 from torchcache.guard import RandomnessGuard
 from torchcache.owner import Owner
+from torchcache.packing import Flat, pack
 from torchcache.reader import Reader
-from torchcache.schema import Schema
-from torchcache.store import OWNERS, Counters, LogEntry, Store
+from torchcache.store import Counters, LogEntry, Store
 
 CLAIM_TIMEOUT_S = 60.0  # a live owner that publishes nothing for so long is taken to be stopped
 FLUSH_AFTER_S = 0.1  # single samples wait at most so long for others to share their block
 FLUSH_SAMPLES, FLUSH_BYTES = 256, 8 << 20  # or until there are so many
-BLOCK_BYTES = 64 << 20  # a batch larger than this becomes several blocks
 DISK_RESERVE = 0.05  # share of the disk that is left free
-MAX_SCHEMAS_PER_SPEC = 8  # then one in which every shape may differ
 POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
 PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owner lives, and how often
 
 logger = logging.getLogger("torchcache")
 
-Flat = tuple[Spec, list[Leaf]]
 _fillers: weakref.WeakSet[Filler] = weakref.WeakSet()
 
 
@@ -53,7 +51,7 @@ class Filler:
         reader: what this process knows of the store; kept up to date.
         dataset: the source.
         guard: watches the source for random draws.
-        max_bytes: stop admitting when the blocks of the store are this large; ``None``: no limit but the disk's reserve.
+        max_bytes: stop admitting when the store is this large; ``None``: no limit but the disk's reserve.
         claim_timeout_s: how long a live owner may publish nothing; default ``CLAIM_TIMEOUT_S``.
     """
 
@@ -212,7 +210,7 @@ class Filler:
         pending = dict(flat)
         try:
             while pending:
-                prepared = self._prepare(pending)
+                prepared = pack(pending, self._store)
                 entries, totals = self._store.publish(
                     self._own().id, self._reader.sequence, prepared, reads + self._uncounted, self._admits
                 )
@@ -230,20 +228,6 @@ class Filler:
         except (StoreError, OSError) as error:
             self._uncounted += reads
             self._refuse(error)
-
-    def _prepare(self, flat: Mapping[int, Flat]) -> list[tuple[bytearray, list[int]]]:
-        """Makes blocks of samples: one a structure, none larger than ``BLOCK_BYTES`` unless a sample is."""
-        groups: dict[Spec, list[int]] = {}
-        for index, (spec, _) in flat.items():
-            groups.setdefault(spec, []).append(index)
-        prepared = []
-        for spec, indices in groups.items():
-            for part in _split(indices, [blocks.estimated_nbytes(flat[i][1]) for i in indices]):
-                leaves = [flat[i][1] for i in part]
-                schema = _choose_schema(spec, [[dims for dims, _ in sample] for sample in leaves], self._store.schemas)
-                schema_id = self._store.schema_id(schema)
-                prepared.append((blocks.encode(schema, schema_id, leaves, self._store.min_block_bytes()), part))
-        return prepared
 
     def _admits(self, nbytes: int) -> bool:
         if self._max_bytes is not None and nbytes > self._max_bytes:
@@ -430,35 +414,6 @@ class _Flusher:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
-
-
-def _split(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    parts: list[list[int]] = []
-    room = 0
-    for index, size in zip(indices, sizes, strict=True):
-        if not parts or size > room:
-            parts.append([])
-            room = BLOCK_BYTES
-        parts[-1].append(index)
-        room -= size
-    return parts
-
-
-def _choose_schema(spec: Spec, samples: Sequence[Sequence[Dims]], known: Sequence[Schema]) -> Schema:
-    """The schema for samples of one structure: a known one that fits, else one that fixes what has never differed."""
-    distinct = {tuple(dims) for dims in samples}
-    candidates = [schema for schema in known if schema.spec == spec]
-    fitting = [schema for schema in candidates if all(schema.fits(dims) for dims in distinct)]
-    if fitting:
-        return max(fitting, key=lambda schema: sum(shape is not None for shape in schema.shapes))
-    shapes: list[Dims | None] = []
-    fresh = len(candidates) < MAX_SCHEMAS_PER_SPEC
-    for i, kind in enumerate(Schema(spec, tuple(samples[0])).columns):
-        seen: set[Dims | None] = {dims[i] for dims in distinct}
-        seen.update(schema.shapes[i] for schema in candidates)
-        fixed = kind.ndim == 0 or (fresh and len(seen) == 1 and not kind.is_raw)
-        shapes.append(samples[0][i] if fixed else None)
-    return Schema(spec, tuple(shapes))
 
 
 def _close(reference: weakref.ref[Filler]) -> None:

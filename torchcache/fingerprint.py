@@ -28,6 +28,7 @@ import dis
 import enum
 import functools
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import io
@@ -184,7 +185,8 @@ class _Walk:
                 result = rule(self, obj, path)
             finally:
                 del self.underway[id(obj)]
-            self.known[id(obj)] = (obj, result)
+            if result != _hash(_OMITTED):  # its reason is listed wherever it is met
+                self.known[id(obj)] = (obj, result)
         if self.parts is not None and (path in self.parts or not isinstance(obj, type)):  # a class is listed once
             self.note(path, _describe(obj, result))
         return result
@@ -291,8 +293,12 @@ class _Walk:
 
     def tensor(self, obj: torch.Tensor, path: str) -> bytes:
         kind = type(obj)
-        own = b"" if kind is torch.Tensor else self.subclass(obj, path)
-        form = f"{obj.dtype} {list(obj.shape)} {obj.layout} {obj.device.type} {obj.requires_grad}"
+        if obj.is_nested:  # the attributes of the jagged ones are caches
+            own = self.digest(kind, f"{path}.__class__")
+        else:
+            own = b"" if kind is torch.Tensor else self.subclass(obj, path)
+        shape = "nested" if obj.is_nested else list(obj.shape)
+        form = f"{obj.dtype} {shape} {obj.layout} {obj.device.type} {obj.requires_grad}"
         try:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 parts = [_condense(part) for part in _tensor_buffers(obj)]
@@ -503,12 +509,9 @@ class _Walk:
         level, name, attributes = target
         parts = []
         for late in (name, *(f"{name}.{attribute}" if name else attribute for attribute in attributes)):
-            try:
-                full = importlib.util.resolve_name("." * level + late, parent)
-                spec = importlib.util.find_spec(full)
-            except (ImportError, ValueError, AttributeError):
-                continue  # not installed, or not a module but something in one
-            if spec is not None:
+            full = importlib.util.resolve_name("." * level + late, parent) if level and parent else late
+            spec = _find(full)
+            if spec is not None:  # otherwise not installed, or not a module but something in one
                 package = _package(full)
                 parts.append(_hash("import", full.encode(), package.encode() if package else self.source(spec, path)))
         return _hash("imports", *parts)
@@ -696,10 +699,7 @@ def _package(module: str | None) -> str | None:
     if top == "torchcache":
         return top
     loaded = sys.modules.get(str(module))
-    try:
-        spec = loaded.__spec__ if loaded else importlib.util.find_spec(str(module))
-    except (ImportError, ValueError, AttributeError):
-        return None
+    spec = getattr(loaded, "__spec__", None) if loaded else _find(str(module))
     origin = getattr(loaded, "__file__", None) or getattr(spec, "origin", None) or ""
     if {"site-packages", "dist-packages"} & set(pathlib.PurePath(origin).parts):
         version = _version(top)
@@ -708,6 +708,20 @@ def _package(module: str | None) -> str | None:
     if origin in ("built-in", "frozen") or any(os.path.realpath(origin).startswith(root + os.sep) for root in standard):
         return f"python {sys.version_info.major}.{sys.version_info.minor}"
     return None
+
+
+def _find(module: str) -> Any:
+    """The spec of a module, or None. Imports nothing, not even the packages around it, as find_spec() would."""
+    top, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # such as the main script, which has none
+        return None
+    for name in inner:
+        top = f"{top}.{name}"
+        places = spec.submodule_search_locations if spec else None
+        spec = importlib.machinery.PathFinder.find_spec(top, places) if places else None
+    return spec
 
 
 def _version(top: str) -> str | None:

@@ -95,7 +95,9 @@ def _flatten_tensor(x: torch.Tensor, leaves: list[Leaf], depth: int) -> Spec:
     requires_grad = x.requires_grad
     if requires_grad:
         if not x.is_leaf:
-            raise UnsupportedSampleError("a tensor that is part of a graph (requires_grad, not a leaf) must be detached")
+            raise UnsupportedSampleError(
+                "a tensor that is part of a graph (requires_grad, not a leaf) must be detached"
+            )
         x = x.detach()
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
@@ -116,7 +118,8 @@ def _dense_order(x: torch.Tensor) -> Dims:
     """The order of dimensions in memory if that is not the usual one, as for channels_last; else ``()``."""
     if x.is_contiguous() or x.numel() == 0:
         return ()
-    order = tuple(sorted(range(x.ndim), key=lambda d: (-x.stride(d), d)))
+    strides = x.stride()
+    order = tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], d)))
     return order if order != tuple(range(x.ndim)) and x.permute(order).is_contiguous() else ()
 
 

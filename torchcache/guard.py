@@ -23,7 +23,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -59,6 +59,11 @@ _DRAWING_NAMES = frozenset(
     ]
 )  # fmt: skip
 
+_GLOBAL: dict[str, Callable[[], Any]] = {
+    "Python's random module": lambda: random._inst,
+    "NumPy's global generator": lambda: np.random.mtrand._rand,
+    "torch's default generator": lambda: torch.default_generator,
+}
 _NOTHING = contextlib.nullcontext()
 _guards: weakref.WeakSet[RandomnessGuard] = weakref.WeakSet()
 
@@ -99,6 +104,7 @@ class RandomnessGuard:
     def _start(self) -> None:
         self._first = FIRST_SAMPLES
         self._left = 0  # samples to produce before the next look
+        self._suspicious = False
         _guards.add(self)
 
     def __getstate__(self) -> dict[str, str]:
@@ -137,8 +143,18 @@ class RandomnessGuard:
         moved = _moved(generators, before)
         if moved and threading.active_count() > 1:
             moved = self._without_other_threads(moved, generators, time.perf_counter() - start)
-        if moved:
+        if moved and self._is_certain(dataset, moved):
             self._report(dataset, moved)
+        self._suspicious = bool(moved)
+
+    def _is_certain(self, dataset: Any, moved: list[str]) -> bool:
+        # A storage client that tries again draws its delay, once in a while and from Python's generator. So where
+        # nothing that the dataset holds is known to draw, it takes two samples in a row.
+        held = any(name not in _GLOBAL for name in moved)
+        certain = held or self._suspicious or any(evidence for _, evidence in _evidence(dataset, "dataset"))
+        if not certain:
+            self._left = 0
+        return certain
 
     @staticmethod
     def _without_other_threads(moved: list[str], generators: dict[str, Any], seconds: float) -> list[str]:
@@ -233,12 +249,7 @@ def _rebuilt(compose: Any, steps: list[Any]) -> Any:
 
 def _generators(dataset: Any) -> dict[str, Any]:
     """The generators to watch, by the name to call them in a message."""
-    numpy_global = np.random.mtrand._rand
-    found = {
-        "Python's random module": random._inst,
-        "NumPy's global generator": numpy_global,
-        "torch's default generator": torch.default_generator,
-    }
+    found = {name: get() for name, get in _GLOBAL.items()}
     known = {id(generator) for generator in found.values()}
     for path, obj in _reachable(dataset, "dataset"):
         if isinstance(obj, _GENERATORS) and not isinstance(obj, random.SystemRandom) and id(obj) not in known:
@@ -296,6 +307,8 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
     elif isinstance(obj, types.MethodType):
         yield from ((".__self__", obj.__self__), (".__func__", obj.__func__))
+    elif isinstance(obj, types.BuiltinFunctionType):
+        yield ".__self__", obj.__self__
     elif isinstance(obj, types.FunctionType):
         yield from _named_by(obj)
     elif isinstance(obj, (types.ModuleType, *_GENERATORS)):
@@ -376,6 +389,8 @@ def _evidence(root: Any, path: str) -> Iterator[tuple[str, str]]:
         kind: Any = type(obj)
         functions = [obj] if kind is types.FunctionType else _methods(kind)
         drawing = sorted({name for function in functions for name in _names(function.__code__) & _DRAWING_NAMES})
+        if kind is types.BuiltinFunctionType and obj.__name__ in _DRAWING_NAMES:
+            drawing = [obj.__name__]
         place = f"{where} ({obj.__qualname__ if kind is types.FunctionType else kind.__name__})"
         if _is_random_step(obj):
             yield place, "a random step"

@@ -60,6 +60,29 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class _Places:
+    """Which table and row each sample is in. Replaced as a whole, because other threads read it.
+
+    Attributes:
+        tables: one a schema; grows.
+        schema_of: per sample its schema, -1 for a sample that is not cached.
+        row_of: per sample its row in that schema's table.
+        only: instead of these two, the one table of a sealed store with one schema: every sample's row is its index.
+    """
+
+    tables: list[Table]
+    schema_of: torch.Tensor | None
+    row_of: torch.Tensor | None
+    only: Table | None = None
+
+    def place(self, index: int) -> tuple[Table, int]:
+        if self.only is not None:
+            return self.only, index
+        assert self.schema_of is not None and self.row_of is not None
+        return self.tables[int(self.schema_of[index])], int(self.row_of[index])
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Some cached samples of one schema: the table that knows them, and their rows in it."""
 
@@ -84,30 +107,26 @@ class Reader:
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
         self._inode: tuple[int, int] | None = None
-        self._only: Table | None = None
         self._windows: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
-        self._tables: list[Table] = []
-        # Per sample its schema (-1: not cached) and its row in that schema's table. None once a sealed store has only
-        # one schema: then every sample is cached, and its row is its index.
-        self._schema_of: torch.Tensor | None = torch.full((length,), -1, dtype=torch.int32)
-        self._row_of: torch.Tensor | None = torch.zeros(length, dtype=torch.int64)
+        self._places = _Places([], torch.full((length,), -1, dtype=torch.int32), torch.zeros(length, dtype=torch.int64))
 
     # -- the log and the index ---------------------------------------------------------------------------
 
     def apply(self, entries: Sequence[LogEntry]) -> None:
         """Learns of blocks, in the order of the log."""
-        if self._schema_of is None or self._row_of is None:
+        places = self._places
+        if places.schema_of is None or places.row_of is None:
             return
         for entry in entries:
             if entry.sequence < self.sequence:
                 continue
-            while len(self._tables) <= entry.head.schema_id:
-                self._tables.append(Table(self._schemas[len(self._tables)]))
-            row = self._tables[entry.head.schema_id].append(entry)
+            while len(places.tables) <= entry.head.schema_id:
+                places.tables.append(Table(self._schemas[len(places.tables)]))
+            row = places.tables[entry.head.schema_id].append(entry)
             indices = torch.from_numpy(entry.indices.copy())
-            self.count += int((self._schema_of[indices] < 0).sum())
-            self._row_of[indices] = torch.arange(row, row + entry.head.count)
-            self._schema_of[indices] = entry.head.schema_id  # last: from here on, other threads read these rows
+            self.count += int((places.schema_of[indices] < 0).sum())
+            places.row_of[indices] = torch.arange(row, row + entry.head.count)
+            places.schema_of[indices] = entry.head.schema_id  # last: from here on, other threads read these rows
             self.sequence = entry.sequence + 1
 
     @property
@@ -116,34 +135,36 @@ class Reader:
 
     def missing(self, indices: Sequence[int]) -> list[int]:
         """Those of the indices that are not cached."""
-        if self._schema_of is None:
+        schema_of = self._places.schema_of
+        if schema_of is None:
             return []
-        known = self._schema_of.numpy()
+        known = schema_of.numpy()
         return [i for i in indices if known[i] < 0]
 
     def all_missing(self) -> np.ndarray[Any, Any]:
         """Every index that is not cached, in ascending order."""
-        return np.empty(0, np.int64) if self._schema_of is None else np.flatnonzero(self._schema_of.numpy() < 0)
+        schema_of = self._places.schema_of
+        return np.empty(0, np.int64) if schema_of is None else np.flatnonzero(schema_of.numpy() < 0)
 
     def pack_index(self) -> bytearray:
         """The index of a complete store: what ``load_index`` reads. docs/format.md is the specification."""
-        assert self._schema_of is not None and self._row_of is not None and self.complete
-        used = [i for i, table in enumerate(self._tables) if bool((self._schema_of == i).any())]
-        counts = [int((self._schema_of == i).sum()) for i in range(len(self._tables))]
-        parts: list[bytes] = [bytes(HEAD_BYTES), _INDEX.pack(self._length, len(counts))]
-        parts.append(np.asarray(counts, "<i8").tobytes())
-        rank = torch.empty(self._length, dtype=torch.int64)
-        for i in range(len(counts)):
-            rank[self._schema_of == i] = torch.arange(counts[i])
-        if len(used) > 1:
-            parts += [_pad(parts), self._schema_of.numpy().astype("<i4").tobytes()]
+        tables, schema_of, row_of = self._places.tables, self._places.schema_of, self._places.row_of
+        assert schema_of is not None and row_of is not None and self.complete
+        members = [torch.nonzero(schema_of == i)[:, 0] for i in range(len(tables))]
+        parts: list[bytes] = [bytes(HEAD_BYTES), _INDEX.pack(self._length, len(tables))]
+        parts.append(np.asarray([len(m) for m in members], "<i8").tobytes())
+        if sum(len(m) > 0 for m in members) > 1:
+            # Rows are numbered anew, in the order of the samples.
+            rank = torch.empty(self._length, dtype=torch.int64)
+            for member in members:
+                rank[member] = torch.arange(len(member))
+            parts += [_pad(parts), schema_of.numpy().astype("<i4").tobytes()]
             parts += [_pad(parts), rank.numpy().astype("<i8").tobytes()]
-        for i in used:
-            rows = self._row_of[self._schema_of == i].numpy()
-            for column in self._tables[i].columns:
-                parts += [_pad(parts), column.numpy()[rows].astype("<i8").tobytes()]
+        for table, member in zip(tables, members, strict=True):
+            for column in table.columns if len(member) else ():
+                parts += [_pad(parts), column.numpy()[row_of[member].numpy()].astype("<i8").tobytes()]
         body = b"".join(parts[1:])
-        head = BlockHead(os.urandom(16), len(counts), self._length & 0xFFFFFFFF, HEAD_BYTES + len(body), 0)
+        head = BlockHead(os.urandom(16), len(tables), self._length & 0xFFFFFFFF, HEAD_BYTES + len(body), 0)
         head = BlockHead(head.block_id, head.schema_id, head.count, head.nbytes, head.checksum_of(body))
         return bytearray(head.pack() + body)
 
@@ -197,9 +218,8 @@ class Reader:
                 position = _padded(position)
                 columns.append(torch.from_numpy(take(counts[i], "<i8")))
             tables[i] = Table(self._schemas[i], columns, counts[i])
-        self._tables, self.count = tables, length
-        self._only = tables[used[0]] if len(used) == 1 else None
-        self._schema_of, self._row_of = schema_of, row_of
+        self._places = _Places(tables, schema_of, row_of, tables[used[0]] if len(used) == 1 else None)
+        self.count = length
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -216,28 +236,24 @@ class Reader:
         # As unsigned numbers the negative ones are large: one comparison for both ends.
         if array.dtype != np.int64 or array.ndim != 1 or not len(array) or array.view(np.uint64).max() >= self._length:
             return None
-        wanted = torch.from_numpy(array)
-        if self._schema_of is None:
-            return Rows(self._only, wanted) if self._only is not None else None
-        schema_ids = self._schema_of.index_select(0, wanted)
+        wanted, places = torch.from_numpy(array), self._places
+        if places.only is not None:
+            return Rows(places.only, wanted)
+        assert places.schema_of is not None and places.row_of is not None
+        schema_ids = places.schema_of.index_select(0, wanted)
         first = int(schema_ids[0])
         if first < 0 or bool((schema_ids != first).any()):
             return None
-        assert self._row_of is not None
-        return Rows(self._tables[first], self._row_of.index_select(0, wanted))
+        return Rows(places.tables[first], places.row_of.index_select(0, wanted))
 
     def holds(self, index: int) -> bool:
         """Whether this is the index, not counted from the end, of a cached sample."""
-        return 0 <= index < self._length and (self._schema_of is None or int(self._schema_of[index]) >= 0)
+        schema_of = self._places.schema_of
+        return 0 <= index < self._length and (schema_of is None or int(schema_of[index]) >= 0)
 
     def values(self, index: int, copy: bool) -> tuple[Schema, list[Any]]:
         """The schema and the leaves of a cached sample; views of the map if not ``copy``."""
-        if self._schema_of is None:
-            assert self._only is not None
-            table, row = self._only, index
-        else:
-            assert self._row_of is not None
-            table, row = self._tables[int(self._schema_of[index])], int(self._row_of[index])
+        table, row = self._places.place(index)
         return table.schema, [self.value(table, c, row, copy) for c in range(len(table.columns))]
 
     def sample(self, index: int, copy: bool) -> Any:
@@ -329,8 +345,8 @@ class Reader:
 
 
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)
 
 
 def _check_rows(schema_of: torch.Tensor, row_of: torch.Tensor, counts: list[int]) -> None:

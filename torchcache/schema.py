@@ -35,9 +35,9 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "odict": OrderedDict
 _CONTAINER_KINDS = frozenset({*_CONTAINERS, *_MAPPINGS, "namedtuple", "pil"})
 
 # The dtypes whose bytes torch and NumPy share, in this machine's byte order: arrays of these become tensors.
-_TORCH_BY_NUMPY = {
-    np.dtype(name): getattr(torch, name)
-    for name in "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+_SHARED_DTYPES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+_TORCH_BY_NUMPY: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(name): getattr(torch, name) for name in _SHARED_DTYPES.split()
 }
 _NUMPY_BY_TORCH = {dtype: array for array, dtype in _TORCH_BY_NUMPY.items()}
 
@@ -121,6 +121,7 @@ class Column:
             if nbytes == 0:  # NumPy's empty arrays have strides that torch does not reinterpret
                 return torch.empty(shape, dtype=self.torch_dtype, requires_grad=self.requires_grad)
             array: np.ndarray[Any, Any] = np.ndarray((nbytes,), np.uint8, buffer, offset)
+            assert self.torch_dtype is not None
             flat = torch.from_numpy(array.copy() if copy else array).view(self.torch_dtype)
             if self.order:
                 tensor = flat.view([shape[d] for d in self.order]).permute(tuple(np.argsort(self.order)))
@@ -240,7 +241,7 @@ def _maker(spec: Spec) -> Callable[[Sequence[Any]], Any]:
         keys, mapping = tuple([_decode_key(key) for key in spec[1]]), _MAPPINGS[kind]
         if len(keys) != len(spec[-1]) or len(set(keys)) != len(keys):
             raise CorruptStoreError("a schema's dict has other keys than values")
-        return lambda values: mapping(zip(keys, values))
+        return lambda values: mapping(zip(keys, values, strict=True))
     return _namedtuple_maker(spec) if kind == "namedtuple" else _pil_maker(spec)
 
 

@@ -1,8 +1,8 @@
-"""The LMDB environment of one store: the log of blocks, the claims, the seal.
+"""One store: the log of blocks, the claims, the schemas, the totals, the seal.
 
-The only module that imports ``lmdb``. A store is a folder with ``data.mdb`` and ``lock.mdb`` (LMDB 0.9), ``owners/``
-(liveness locks, see ``owner``) and ``store.lock``. Blocks are appended and never overwritten or deleted, so that a
-byte once published never moves. docs/format.md is the specification.
+A store is a folder with ``data.mdb`` and ``lock.mdb`` (LMDB 0.9), ``owners/`` (liveness locks, see ``owner``) and
+``store.lock``. Blocks are appended and never overwritten or deleted, so that a byte once published never moves.
+docs/format.md is the specification.
 
 All access to an unsealed store goes through write transactions, also where it only reads: one costs about a
 microsecond, and LMDB's reader table, with its slots that outlive their processes and its process numbers that mean
@@ -24,36 +24,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-import lmdb
 import numpy as np
 
 from torchcache import block as blocks
+from torchcache import environment, folder
 from torchcache.block import HEAD_BYTES, BlockHead
-from torchcache.errors import (
-    CorruptStoreError,
-    FormatVersionError,
-    NotAStoreError,
-    StoreError,
-    StoreMismatchError,
-    StoreUnavailableError,
-)
+from torchcache.environment import DATABASES, LOCK_FILE, Environment, translated
+from torchcache.errors import CorruptStoreError, FormatVersionError, NotAStoreError, StoreMismatchError
 from torchcache.schema import Schema
 
 FORMAT_VERSION = 1
-DATA_FILE, LOCK_FILE, GUARD_FILE, OWNERS = "data.mdb", "lock.mdb", "store.lock", "owners"
 
-# Address space to reserve, not memory or disk: the file grows as it is written. Smaller ones are tried in turn where
-# a limit on address space (ulimit -v, batch systems) forbids the first.
-MAP_SIZES = tuple(1 << bits for bits in (40, 38, 36, 34, 32, 30, 28))
-GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
-DIRECTORY_MODE = 0o700
-
-_DATABASES = (b"meta", b"schemas", b"blocks", b"ids", b"claims", b"index")
 _ENTRY = struct.Struct("<16s16sIIQI4x")  # block id, owner, schema, count, nbytes, checksum; then the sample indices
 _COUNTERS = struct.Struct("<QQQQd")
 _SEAL = struct.Struct("<QQ16s")  # offset in the file, nbytes, block id of the index value
-_CORRUPT = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadValsizeError, lmdb.BadDbiError, lmdb.IncompatibleError)
 # One store object per folder and process: py-lmdb refuses to open a file twice.
 _open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 registry_lock = threading.RLock()  # held while stores are opened; taken before a fork, so that none is half open
@@ -128,11 +112,11 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data_path = path / DATA_FILE
+        self.data_path = path / environment.DATA_FILE
         self.lock = threading.RLock()
         self.schemas: list[Schema] = []
         self.seal: Seal | None = None
-        self._env: lmdb.Environment | None = None
+        self._env: Environment | None = None
         self._dbs: dict[bytes, Any] = {}
         self._base = 0  # address of the file's first byte in LMDB's map
         self._schema_ids: dict[bytes, int] = {}
@@ -164,15 +148,11 @@ class Store:
 
         Any number of processes may do so at once. An interrupted creation is completed by the next one.
         """
-        if not (path / DATA_FILE).exists():
-            _refuse_foreign_folder(path)
-            try:
-                path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            except OSError as error:
-                raise StoreUnavailableError(f"the folder {path} cannot be made: {error}") from error
-        if not _is_created(path, on_doubt=False):
-            with guard(path):
-                if not _is_created(path, on_doubt=True):
+        if not (path / environment.DATA_FILE).exists():
+            folder.make(path)
+        if not environment.is_created(path, on_doubt=False):
+            with folder.guard(path):
+                if not environment.is_created(path, on_doubt=True):
                     cls(path)._initialise(identity)
         store = cls.open(path)
         store.expect(identity)
@@ -194,7 +174,7 @@ class Store:
 
     def _load(self) -> None:
         if not self.data_path.exists():
-            raise NotAStoreError(f"{self.path} holds no store: there is no {DATA_FILE}")
+            raise NotAStoreError(f"{self.path} holds no store: there is no {environment.DATA_FILE}")
         self.writable = all(
             os.access(p, os.W_OK) for p in (self.path, self.data_path, self.path / LOCK_FILE) if p.exists()
         )
@@ -250,18 +230,18 @@ class Store:
                 self._env = None
                 self._dbs = {}
 
-    def _environment(self) -> lmdb.Environment:
+    def _environment(self) -> Environment:
         if self._env is None:
-            env = _open_environment(self.path)
+            env = environment.open_environment(self.path)
             with env.begin(write=True) as txn:
-                self._dbs = {name: env.open_db(name, txn=txn) for name in _DATABASES}
+                self._dbs = {name: env.open_db(name, txn=txn) for name in DATABASES}
             self._env, self._base = env, 0
         return self._env
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[Any]:
         """A write transaction: committed at the end, aborted by an exception."""
-        with self.lock, _translated(self.path), self._environment().begin(write=True, buffers=True) as txn:
+        with self.lock, translated(self.path), self._environment().begin(write=True, buffers=True) as txn:
             yield txn
 
     @contextlib.contextmanager
@@ -271,14 +251,14 @@ class Store:
         A snapshot of a store that is being written may be torn while it is read: every block is recognised by its
         own id afterwards.
         """
-        with self.lock, _translated(self.path):
+        with self.lock, translated(self.path):
             self.close()
-            env = _open_environment(self.path, readonly=True)
+            env = environment.open_environment(self.path, readonly=True)
             try:
                 with env.begin(buffers=True) as txn:
                     main = {bytes(key) for key, _ in txn.cursor()}
-                    self._dbs = {n: env.open_db(n, txn=txn, create=False) for n in _DATABASES if n in main}
-                    if len(self._dbs) < len(_DATABASES):
+                    self._dbs = {n: env.open_db(n, txn=txn, create=False) for n in DATABASES if n in main}
+                    if len(self._dbs) < len(DATABASES):
                         raise NotAStoreError(f"{self.path} holds an LMDB file that torchcache did not write")
                     self._base = 0
                     yield txn
@@ -294,7 +274,7 @@ class Store:
 
     def last_transaction(self) -> int:
         """A number that grows with every commit of any process; costs about a microsecond and takes no lock."""
-        with self.lock, _translated(self.path):
+        with self.lock, translated(self.path):
             return int(self._environment().info()["last_txnid"])
 
     # -- the log -----------------------------------------------------------------------------------------
@@ -323,7 +303,7 @@ class Store:
         indices = np.frombuffer(bytes(record[_ENTRY.size :]), "<i8")
         if bytes(block[:HEAD_BYTES]) != head.pack() or len(block) != nbytes or len(indices) != count:
             raise CorruptStoreError(f"{self.path}: block {sequence} is not what the log says")
-        if count and not (0 <= indices.min() and indices.max() < self.identity.length):
+        if count and (indices.min() < 0 or indices.max() >= self.identity.length):
             raise CorruptStoreError(f"{self.path}: block {sequence} holds samples that the dataset does not have")
         offset = self._offset(txn, block)
         if offset < 0 or (offset + HEAD_BYTES) % blocks.COLUMN_ALIGN:
@@ -422,9 +402,7 @@ class Store:
         head = BlockHead.read(block)
         record = _ENTRY.pack(head.block_id, owner, head.schema_id, head.count, head.nbytes, head.checksum)
         txn.put(_key(sequence), block, db=self._dbs[b"blocks"], append=True)
-        txn.put(
-            _key(sequence), record + np.asarray(indices, "<i8").tobytes(), db=self._dbs[b"ids"], append=True
-        )
+        txn.put(_key(sequence), record + np.asarray(indices, "<i8").tobytes(), db=self._dbs[b"ids"], append=True)
 
     # -- schemas and totals ------------------------------------------------------------------------------
 
@@ -479,7 +457,7 @@ class Store:
         Returns:
             The seal, whoever has set it.
         """
-        with guard(self.path):
+        with folder.guard(self.path):
             with self._write() as txn:
                 self._read_meta(txn)
                 if self.seal is not None:
@@ -495,7 +473,7 @@ class Store:
             return seal
 
     def _sync(self) -> None:
-        with self.lock, _translated(self.path):
+        with self.lock, translated(self.path):
             self._environment().sync(True)
 
     def check_blocks(self) -> int:
@@ -524,24 +502,6 @@ class Store:
         return mmap.PAGESIZE
 
 
-# ---------------------------------------------------------------------------------------------------- helpers
-
-
-@contextlib.contextmanager
-def guard(path: Path) -> Iterator[None]:
-    """Excludes other processes while a store is created, sealed or destroyed.
-
-    Raises:
-        StoreUnavailableError: if the lock cannot be had.
-    """
-    lock = filelock.FileLock(path / GUARD_FILE, timeout=GUARD_TIMEOUT_S, fallback_to_soft=False, mode=0o600)
-    try:
-        with lock:
-            yield
-    except filelock.Timeout as error:
-        raise StoreUnavailableError(f"{path / GUARD_FILE} was not to be had for {GUARD_TIMEOUT_S:.0f} s") from error
-
-
 def destroy(path: Path) -> None:
     """Removes a store's folder. Who has it open keeps what is mapped."""
     with registry_lock:
@@ -553,20 +513,12 @@ def destroy(path: Path) -> None:
 
 def destroy_if_empty(store: Store) -> bool:
     """Removes the folder of a store into which nothing was published, and in which nobody has a claim."""
-    with guard(store.path):
+    with folder.guard(store.path):
         with store._write() as txn:
             if any(txn.stat(store._dbs[name])["entries"] for name in (b"ids", b"claims")):
                 return False
         destroy(store.path)
         return True
-
-
-def inode(path: Path) -> int:
-    """The number of a store's data file, by which a store is told from another that took its place; 0: none."""
-    try:
-        return (path / DATA_FILE).stat().st_ino
-    except OSError:
-        return 0
 
 
 def set_aside(path: Path, damaged: int) -> Path:
@@ -577,94 +529,11 @@ def set_aside(path: Path, damaged: int) -> Path:
         damaged: ``inode`` of the store that was found damaged; if another is there now, it is left alone.
     """
     aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
-    with guard(path), registry_lock:
-        if inode(path) == damaged:
+    with folder.guard(path), registry_lock:
+        if folder.inode(path) == damaged:
             _open_stores.pop(os.path.realpath(path), None)
             path.rename(aside)
     return aside
-
-
-def _refuse_foreign_folder(path: Path) -> None:
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise NotAStoreError(f"{path} is a file where a store's folder should be; choose another cache_dir= or name=")
-    foreign = sorted({entry.name for entry in path.iterdir()} - {DATA_FILE, LOCK_FILE, GUARD_FILE, OWNERS})
-    if foreign:
-        raise NotAStoreError(f"{path} is not a store: it holds {foreign[0]!r}; choose another cache_dir= or name=")
-
-
-def _is_created(path: Path, on_doubt: bool) -> bool:
-    """Whether a store was completely created here.
-
-    Looks without a lock, so that it may run into another process's creation; ``on_doubt`` is the answer then, and
-    also for a file that is something else, of which opening it will complain.
-    """
-    data = path / DATA_FILE
-    if not data.exists() or data.stat().st_size == 0:
-        return False
-    try:
-        with contextlib.closing(_open_environment(path, readonly=True)) as env, env.begin() as txn:
-            names = {bytes(key) for key, _ in txn.cursor()}
-            if not names <= set(_DATABASES):
-                return True
-            return b"meta" in names and txn.get(b"format", db=env.open_db(b"meta", txn=txn, create=False)) is not None
-    except (lmdb.Error, StoreError):
-        return on_doubt
-
-
-def _open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
-    data = path / DATA_FILE
-    last_error: Exception | None = None
-    for map_size in MAP_SIZES:
-        if data.exists() and map_size < data.stat().st_size:
-            break
-        try:
-            env = lmdb.open(
-                str(path),
-                map_size=map_size,
-                max_dbs=len(_DATABASES),
-                readonly=readonly,
-                lock=not readonly,
-                sync=False,
-                metasync=False,
-                readahead=False,
-                create=False,
-                mode=0o600,
-            )
-        except lmdb.MemoryError as error:
-            last_error = error
-            continue
-        try:
-            _check_extent(env, data)
-        except BaseException:
-            env.close()
-            raise
-        return env
-    raise StoreUnavailableError(f"{data} cannot be mapped: not enough address space (ulimit -v)") from last_error
-
-
-def _check_extent(env: lmdb.Environment, data: Path) -> None:
-    """LMDB trusts its header; reading past the end of a shorter file would kill the process."""
-    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    size = data.stat().st_size
-    if size < needed:
-        raise CorruptStoreError(f"{data} has {size} bytes where its header says {needed}: it was truncated")
-
-
-@contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Turns LMDB's errors into ours."""
-    try:
-        yield
-    except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-        raise NotAStoreError(f"{path / DATA_FILE} is not an LMDB file ({error}); choose another folder") from error
-    except _CORRUPT as error:
-        raise CorruptStoreError(f"{path / DATA_FILE} is damaged ({error})") from error
-    except lmdb.Error as error:
-        raise StoreUnavailableError(f"{path}: {error}") from error
-    except PermissionError as error:
-        raise StoreUnavailableError(f"{path}: {error}") from error
 
 
 def _key(number: int) -> bytes:

@@ -1,0 +1,95 @@
+"""Opening LMDB environments, and turning LMDB's errors into ours. The only module that imports ``lmdb``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+
+from torchcache.errors import CorruptStoreError, NotAStoreError, StoreError, StoreUnavailableError
+
+Environment = lmdb.Environment
+
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+DATABASES = (b"meta", b"schemas", b"blocks", b"ids", b"claims", b"index")
+
+# Address space to reserve, not memory or disk: the file grows as it is written. Smaller ones are tried in turn where
+# a limit on address space (ulimit -v, batch systems) forbids the first.
+MAP_SIZES = tuple(1 << bits for bits in (40, 38, 36, 34, 32, 30, 28))
+
+_CORRUPT = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadValsizeError, lmdb.BadDbiError, lmdb.IncompatibleError)
+
+
+def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
+    data = path / DATA_FILE
+    last_error: Exception | None = None
+    for map_size in MAP_SIZES:
+        if data.exists() and map_size < data.stat().st_size:
+            break
+        try:
+            env = lmdb.open(
+                str(path),
+                map_size=map_size,
+                max_dbs=len(DATABASES),
+                readonly=readonly,
+                lock=not readonly,
+                sync=False,
+                metasync=False,
+                readahead=False,
+                create=False,
+                mode=0o600,
+            )
+        except lmdb.MemoryError as error:
+            last_error = error
+            continue
+        try:
+            _check_extent(env, data)
+        except BaseException:
+            env.close()
+            raise
+        return env
+    raise StoreUnavailableError(f"{data} cannot be mapped: not enough address space (ulimit -v)") from last_error
+
+
+def _check_extent(env: lmdb.Environment, data: Path) -> None:
+    """LMDB trusts its header; reading past the end of a shorter file would kill the process."""
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    size = data.stat().st_size
+    if size < needed:
+        raise CorruptStoreError(f"{data} has {size} bytes where its header says {needed}: it was truncated")
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turns LMDB's errors into ours."""
+    try:
+        yield
+    except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+        raise NotAStoreError(f"{path / DATA_FILE} is not an LMDB file ({error}); choose another folder") from error
+    except _CORRUPT as error:
+        raise CorruptStoreError(f"{path / DATA_FILE} is damaged ({error})") from error
+    except lmdb.Error as error:
+        raise StoreUnavailableError(f"{path}: {error}") from error
+    except PermissionError as error:
+        raise StoreUnavailableError(f"{path}: {error}") from error
+
+
+def is_created(path: Path, on_doubt: bool) -> bool:
+    """Whether a store was completely created here.
+
+    Looks without a lock, so that it may run into another process's creation; ``on_doubt`` is the answer then, and
+    also for a file that is something else, of which opening it will complain.
+    """
+    data = path / DATA_FILE
+    if not data.exists() or data.stat().st_size == 0:
+        return False
+    try:
+        with contextlib.closing(open_environment(path, readonly=True)) as env, env.begin() as txn:
+            names = {bytes(key) for key, _ in txn.cursor()}
+            if not names <= set(DATABASES):
+                return True
+            return b"meta" in names and txn.get(b"format", db=env.open_db(b"meta", txn=txn, create=False)) is not None
+    except (lmdb.Error, StoreError):
+        return on_doubt

@@ -1,0 +1,63 @@
+"""The folder of a store: creating, excluding, setting aside, destroying."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+
+from torchcache.environment import DATA_FILE, LOCK_FILE
+from torchcache.errors import NotAStoreError, StoreUnavailableError
+
+GUARD_FILE, OWNERS = "store.lock", "owners"
+GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
+DIRECTORY_MODE = 0o700
+
+
+def make(path: Path) -> None:
+    """Makes the folder, unless it is there; refuses one that holds something else.
+
+    Raises:
+        NotAStoreError: if the folder holds files that are not a store's, or is a file.
+        StoreUnavailableError: if it cannot be made.
+    """
+    _refuse_foreign(path)
+    try:
+        path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreUnavailableError(f"the folder {path} cannot be made: {error}") from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise NotAStoreError(f"{path} is a file where a store's folder should be; choose another cache_dir= or name=")
+    foreign = sorted({entry.name for entry in path.iterdir()} - {DATA_FILE, LOCK_FILE, GUARD_FILE, OWNERS})
+    if foreign:
+        raise NotAStoreError(f"{path} is not a store: it holds {foreign[0]!r}; choose another cache_dir= or name=")
+
+
+@contextlib.contextmanager
+def guard(path: Path) -> Iterator[None]:
+    """Excludes other processes while a store is created, sealed or destroyed.
+
+    Raises:
+        StoreUnavailableError: if the lock cannot be had.
+    """
+    lock = filelock.FileLock(path / GUARD_FILE, timeout=GUARD_TIMEOUT_S, fallback_to_soft=False, mode=0o600)
+    try:
+        with lock:
+            yield
+    except filelock.Timeout as error:
+        raise StoreUnavailableError(f"{path / GUARD_FILE} was not to be had for {GUARD_TIMEOUT_S:.0f} s") from error
+
+
+def inode(path: Path) -> int:
+    """The number of a store's data file, by which a store is told from another that took its place; 0: none."""
+    try:
+        return (path / DATA_FILE).stat().st_ino
+    except OSError:
+        return 0
