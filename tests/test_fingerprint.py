@@ -449,15 +449,15 @@ def test_decorated_functions_count_by_what_they_wrap() -> None:
 
 
 USES = {
-    "from helpers import f": "f(x)",
-    "import helpers": "helpers.f(x)",
-    "import helpers as h": "h.sub.g(x) + h.f(x)",
-    "from helpers import sub": "sub.g(x)",
+    "from followed_package import f": "f(x)",
+    "import followed_package": "followed_package.f(x)",
+    "import followed_package as h": "h.sub.g(x) + h.f(x)",
+    "from followed_package import sub": "sub.g(x)",
     "": "__import__('sys') and late(x)",
 }
 LATE = """
 def late(x):
-    from helpers import f
+    from followed_package import f
     return f(x)
 """
 
@@ -465,12 +465,15 @@ def late(x):
 @pytest.mark.parametrize("imports", USES, ids=lambda imports: imports or "late import")
 def test_the_users_modules_are_followed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, imports: str) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    package = tmp_path / "helpers"
+    package = tmp_path / "followed_package"
     package.mkdir()
 
-    def key(constant: int, other: int = 0) -> str:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "helpers"]:
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "followed_package"]:
             del sys.modules[name]
+
+    def key(constant: int, other: int = 0) -> str:
+        forget()
         inside = f"K = {constant}\nOTHER = {other}\ndef g(x): return x * K\ndef unused(): return OTHER\n"
         (package / "sub.py").write_text(inside)
         (package / "__init__.py").write_text("from . import sub\ndef f(x): return sub.g(x)\n")
@@ -484,6 +487,7 @@ def test_the_users_modules_are_followed(tmp_path: pathlib.Path, monkeypatch: pyt
     assert key(5) != base
     if imports:
         assert key(4, other=1) == base, "what is not used of a module does not count"
+    forget()
 
 
 def test_a_late_import_counts_the_same_once_it_has_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +563,8 @@ USED = """
         late = None
 
         def __init__(self, path):
-            self.path, self.calls, self.file = path, 0, None
+            self.path, self.file = path, None
+            self.calls = 0
             self.cache = {}
 
         def __len__(self):
@@ -610,6 +615,8 @@ def test_use_leaves_the_key_alone(tmp_path: pathlib.Path) -> None:
     [
         ("self.calls += 1", "pass"),  # nothing advances it, so it is a setting
         ("self.calls += 1", "self.calls = self.calls or 5"),
+        ("self.calls = 0", "self.calls = len(path)"),
+        ("def open(self):", "def set_calls(self, calls): self.calls = calls\n        def open(self):"),
         ("self.cache[i] =", "x ="),
         ("self.cache = {}", "self.cache = {}\n            self.cache[7] = 1"),
         ("self.cache = {}", "self.cache = {7: 1}"),

@@ -84,14 +84,14 @@ def _gathers(column: Column) -> bool:
     if column.kind == "npscalar":
         scalar: Any = np.zeros((), column.numpy_dtype)[()]
         return isinstance(scalar, (np.bool_, np.number)) and torch.as_tensor([scalar]).dtype == column.torch_dtype
-    return column.kind in ("tensor", "ndarray", "int", "float", "bool") and _can_select(column.torch_dtype)
+    return column.kind in ("tensor", "ndarray", "int", "float", "bool") and _stacks(column.torch_dtype)
 
 
 @lru_cache(maxsize=256)
-def _can_select(dtype: torch.dtype) -> bool:
-    """Whether this PyTorch gathers the dtype; some of the small floats it only stores."""
+def _stacks(dtype: torch.dtype) -> bool:
+    """Whether ``default_collate`` can stack tensors of this dtype; some of the small floats PyTorch only stores."""
     try:
-        torch.zeros(2, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype).index_select(0, torch.zeros(1).long())
+        torch.stack([torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)] * 2)
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -343,7 +343,7 @@ class _Walk:
 
     def instance(self, obj: Any, path: str) -> bytes:
         kind = type(obj)
-        if callable(obj) and _is_exported(obj) and (package := _package(obj.__module__)):
+        if callable(obj) and (package := _package(kind.__module__)) and _is_exported(obj):
             return _hash("name", obj.__module__.encode(), obj.__qualname__.encode(), package.encode())
         try:
             reduce = copyreg.dispatch_table.get(kind)
@@ -351,7 +351,7 @@ class _Walk:
         except Exception as error:  # a class's own code, which may raise anything to say that it cannot be pickled
             raise _refusal(obj, path, f"its content cannot be identified ({error})") from error
         if isinstance(reduced, str):
-            return _hash("name", str(kind.__module__).encode(), reduced.encode())
+            return _hash("name", f"{kind.__module__} {getattr(obj, '__module__', '')} {reduced}".encode())
         make, args, state, items, pairs = (*reduced, None, None, None)[:5]
         if make is getattr(copyreg, "__newobj__", None):
             make, args = args[0], args[1:]
@@ -440,9 +440,10 @@ class _Walk:
         parts.append(self.state(obj, extras, path))
         for name, cell in zip(code.co_freevars, obj.__closure__ or (), strict=True):
             try:
-                parts.append(self.digest(cell.cell_contents, f"{path}.__closure__[{name!r}]"))
+                value = cell.cell_contents
             except ValueError:  # a name that is bound later
-                parts.append(b"empty")
+                value = NotImplemented
+            parts.append(self.digest(value, f"{path}.__closure__[{name!r}]"))
         return _hash("function", *parts)
 
     def code(self, code: types.CodeType, path: str) -> bytes:
@@ -784,9 +785,10 @@ def _drift(cls: Any) -> dict[str, str]:
     """Attributes that reading a sample changes, found in the bytecode of the class's reading methods.
 
     Those are ``__getitem__``, ``__call__`` and the like, and what they call on ``self``. Three kinds are left out:
-    - a counter, only ever assigned there as in ``self.n += 1``: were samples to depend on it, they could not be cached;
-    - a cache, made empty by ``__init__`` as in ``self.cache = {}``, filled there as in ``self.cache[i] = x``, and
-      mentioned nowhere else;
+    - a counter, advanced there as in ``self.n += 1``, and elsewhere only set as in ``self.n = 0`` by ``__init__``: were
+      samples to depend on it, they could not be cached;
+    - a cache, filled there as in ``self.cache[i] = x``, and elsewhere only made as in ``self.cache = {}`` by
+      ``__init__``;
     - anything else assigned there, while it is None or cannot be identified: a file that reading opens.
     The contents of a ``cached_property`` are left out too.
     """
@@ -813,7 +815,7 @@ def _drift(cls: Any) -> dict[str, str]:
     for name, reason in (change for method in sorted(used) for code in methods[method] for change in _changes(code)):
         found[name] = reason if found.get(name, reason) == reason else _OPENED
     others = [code for name, codes in methods.items() if name not in used for code in codes]
-    return {name: reason for name, reason in found.items() if reason != _FILLED or _starts_empty(name, others)}
+    return {name: reason for name, reason in found.items() if _starts_fresh(name, reason, others)}
 
 
 def _changes(code: types.CodeType) -> Iterator[tuple[str, str]]:
@@ -836,10 +838,15 @@ def _is_self(step: dis.Instruction, code: types.CodeType) -> bool:
     return step.opname.startswith("LOAD_FAST") and code.co_argcount > 0 and loaded == code.co_varnames[0]
 
 
-def _starts_empty(name: str, others: list[types.CodeType]) -> bool:
-    places = [(code, i) for code in others for i, step in enumerate(_instructions(code)) if step.argval == name]
-    if len(places) != 1 or places[0][1] < 2:
-        return False
-    code, i = places[0]
-    made = _instructions(code)[i - 2]
-    return code.co_name == "__init__" and made.opname == "BUILD_MAP" and made.arg == 0
+def _starts_fresh(name: str, reason: str, others: list[types.CodeType]) -> bool:
+    """Whether the methods that do not read do no more with a counter or cache than make it, from a constant."""
+    for code in others if reason in (_COUNTER, _FILLED) else ():
+        steps = _instructions(code)
+        for i, step in enumerate(steps):
+            if step.argval == name and not (reason == _COUNTER and step.opname.startswith("LOAD_")):
+                made = steps[max(i - 2, 0)]
+                empty = made.opname == "BUILD_MAP" and made.arg == 0
+                constant = isinstance(made.argval, int) and made.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+                if code.co_name != "__init__" or not (constant if reason == _COUNTER else empty):
+                    return False
+    return True

@@ -28,6 +28,9 @@ from torchcache.store import LogEntry, Seal
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
 _INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
 _FIRST_ROWS = 1024
+# Copied bits are bits: which dtype carries them does not matter, only how many bytes it has.
+_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+GRAIN_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: the work below which PyTorch uses one thread
 
 
 class Table:
@@ -107,7 +110,7 @@ class Reader:
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
         self._inode: tuple[int, int] | None = None
-        self._windows: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
+        self._windows: dict[Column, torch.Tensor] = {}
         self._places = _Places([], torch.full((length,), -1, dtype=torch.int32), torch.zeros(length, dtype=torch.int64))
 
     # -- the log and the index ---------------------------------------------------------------------------
@@ -293,30 +296,33 @@ class Reader:
         shape, dtype = column.shape, column.torch_dtype
         assert shape is not None and dtype is not None
         offsets = rows.table.columns[c].index_select(0, rows.rows)
-        out = _new_shared((len(offsets), *shape), dtype) if shared else None
-        nbytes = column.nbytes(shape)
-        if nbytes == 0:
+        if math.prod(shape) == 0:
             return torch.empty((len(offsets), *shape), dtype=dtype)
+        out = _new_shared((len(offsets), *shape), dtype).view(_WIDE[column.unit]) if shared else None
         try:
-            return torch.index_select(self._window(dtype, shape), 0, offsets, out=out)
+            found = _select(self._window(column), offsets, out)
         except IndexError:
             # The file has grown since it was mapped, or the offset was never in it.
-            self._map_to(int(offsets.max()) * column.unit + nbytes)
-        try:
-            return torch.index_select(self._window(dtype, shape), 0, offsets, out=out)
-        except IndexError as error:
-            raise CorruptStoreError(f"{self._path}: a sample lies outside the file") from error
+            self._map_to(int(offsets.max()) * column.unit + column.nbytes(shape))
+            try:
+                found = _select(self._window(column), offsets, out)
+            except IndexError as error:
+                raise CorruptStoreError(f"{self._path}: a sample lies outside the file") from error
+        return found if found.dtype == dtype else found.view(dtype)
 
-    def _window(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The map as a tensor whose row *r* is the sample of this dtype and shape that starts at element *r*."""
-        window = self._windows.get((dtype, shape))
+    def _window(self, column: Column) -> torch.Tensor:
+        """The map as a tensor whose row *r* is the value of this column that starts at unit *r* of the file."""
+        window = self._windows.get(column)
         if window is None:
+            unit, shape = column.unit, column.shape
+            assert shape is not None
+            if shape:
+                shape = (*shape[:-1], shape[-1] * column.itemsize // unit)
             elements = torch.frombuffer(self._mapped(1), dtype=torch.uint8)
-            elements = elements[: len(elements) // dtype.itemsize * dtype.itemsize].view(dtype)
-            size = int(np.prod(shape, dtype=np.int64))
+            elements = elements[: len(elements) // unit * unit].view(_WIDE[unit])
             strides = torch.empty(shape, device="meta").stride()
-            window = elements.as_strided((max(len(elements) - size + 1, 0), *shape), (1, *strides))
-            self._windows[dtype, shape] = window
+            rows = max(len(elements) - math.prod(shape) + 1, 0)
+            window = self._windows[column] = elements.as_strided((rows, *shape), (1, *strides))
         return window
 
     # -- the map -----------------------------------------------------------------------------------------
@@ -342,6 +348,22 @@ class Reader:
             except (OSError, ValueError) as error:
                 raise StoreUnavailableError(f"{self._path} of {size} bytes cannot be mapped: {error}") from error
         self._inode, self._windows = inode, {}
+
+
+def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """``index_select`` in calls that PyTorch does not spread over threads.
+
+    It does from ``GRAIN_ELEMENTS`` on, and waits for the slowest thread at the end of each call: where a core has
+    other work to do, that is a scheduler's time slice a batch. Copying a batch is too short for that to pay.
+    """
+    rows = max(1, GRAIN_ELEMENTS // math.prod(window.shape[1:]))
+    if len(offsets) <= rows or torch.get_num_threads() == 1:
+        return torch.index_select(window, 0, offsets, out=out)
+    if out is None:
+        out = torch.empty((len(offsets), *window.shape[1:]), dtype=window.dtype)
+    for part, where in zip(out.split(rows), offsets.split(rows), strict=True):
+        torch.index_select(window, 0, where, out=part)
+    return out
 
 
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
