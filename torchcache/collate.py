@@ -3,7 +3,8 @@
 ``DataLoader`` asks the dataset for a batch by ``__getitems__`` and hands the answer to its ``collate_fn``. Where that
 is ``default_collate``, the answer is a list of one sample whose leaves are columns; ``default_collate`` takes the
 sample apart as it would any other, and finds for each column the function registered here (PyTorch's documented
-extension point), which gathers the whole batch. So containers are handled by PyTorch itself, whatever they are.
+extension point), which gathers the whole batch. So containers are handled by PyTorch itself, whatever they are. For
+the most common ones it is asked only once what it makes of them.
 
 Everybody else, a ``collate_fn`` of the user's in particular, gets a list of ordinary samples. Who asks is told by the
 calling frame: should PyTorch rename what is looked for here, batches become slower and stay right.
@@ -11,6 +12,8 @@ calling frame: should PyTorch rename what is looked for here, batches become slo
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -22,7 +25,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from torchcache.reader import Reader, Rows
-from torchcache.schema import Column
+from torchcache.schema import Column, Schema
 
 _FETCH_CODE = _MapDatasetFetcher.fetch.__code__
 _SUBSET_CODE = Subset.__getitems__.__code__
@@ -40,18 +43,35 @@ class BatchColumn:
 
     def collate(self, sequence_type: type, collate_fn_map: Any) -> Any:
         """What ``default_collate`` makes of a list (or tuple) of this leaf of every sample."""
-        rows = self._rows
-        if _gathers(rows.table.schema.columns[self._column]):
-            return self._reader.gather(rows, self._column, shared=get_worker_info() is not None)
-        values = [self._reader.value(rows.table, self._column, row, True) for row in rows.rows.tolist()]
+        table, rows = self._rows
+        if _gathers(table.schema.columns[self._column]):
+            return self._reader.gather(self._rows, self._column, shared=get_worker_info() is not None)
+        values = [self._reader.value(table, self._column, row, True) for row in rows.tolist()]
         return collate(sequence_type(values), collate_fn_map=collate_fn_map)
 
 
-def _collate_column(batch: Any, *, collate_fn_map: Any = None) -> Any:
+class Batch:
+    """A whole batch of cached samples, in the place of a sample whose columns can all be gathered."""
+
+    __slots__ = ("_make", "_reader", "_rows")
+
+    def __init__(self, reader: Reader, rows: Rows, make: Callable[[list[Any]], Any]) -> None:
+        self._reader = reader
+        self._rows = rows
+        self._make = make
+
+    def collate(self, sequence_type: type, collate_fn_map: Any) -> Any:
+        shared = get_worker_info() is not None
+        gather, rows = self._reader.gather, self._rows
+        return self._make([gather(rows, c, shared=shared) for c in range(len(rows.table.columns))])
+
+
+def _collate_marked(batch: Any, *, collate_fn_map: Any = None) -> Any:
     return batch[0].collate(type(batch), collate_fn_map)
 
 
-default_collate_fn_map[BatchColumn] = _collate_column
+default_collate_fn_map[Batch] = _collate_marked
+default_collate_fn_map[BatchColumn] = _collate_marked
 _known_map = dict(default_collate_fn_map)
 
 
@@ -72,8 +92,36 @@ def feeds_default_collate(caller: FrameType) -> bool:
 
 
 def batch_of(reader: Reader, rows: Rows) -> list[Any]:
-    """A list of one sample whose leaves stand for those of all the rows."""
-    return [rows.table.schema.rebuild([BatchColumn(reader, rows, c) for c in range(len(rows.table.columns))])]
+    """A list of one object that ``default_collate`` turns into the batch of all the rows."""
+    schema = rows.table.schema
+    make = _shortcut(schema)
+    if make is not None:
+        return [Batch(reader, rows, make)]
+    return [schema.rebuild([BatchColumn(reader, rows, c) for c in range(len(schema.columns))])]
+
+
+@lru_cache(maxsize=256)
+def _shortcut(schema: Schema) -> Callable[[list[Any]], Any] | None:
+    """How to make the batch from its gathered columns, if that is as simple as it is for most samples.
+
+    ``default_collate`` itself shows what becomes of the sample's container. It is asked once instead of for every
+    batch, which it would take a third of the time to read.
+    """
+    if not schema.columns or not all(_gathers(column) for column in schema.columns):
+        return None
+    leaves = [BatchColumn.__new__(BatchColumn) for _ in schema.columns]
+    try:
+        batch = collate([schema.rebuild(leaves)], collate_fn_map={BatchColumn: lambda batch, **_: batch[0]})
+    except TypeError:
+        return None  # what cannot be collated is left to fail as it does without the cache
+    if batch is leaves[0]:
+        return lambda columns: columns[0]
+    if type(batch) is list and all(map(operator.is_, batch, leaves)) and len(batch) == len(leaves):
+        return list
+    if type(batch) is dict and all(map(operator.is_, batch.values(), leaves)) and len(batch) == len(leaves):
+        keys = tuple(batch)
+        return lambda columns: dict(zip(keys, columns, strict=True))
+    return None
 
 
 @lru_cache(maxsize=4096)

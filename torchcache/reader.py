@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,8 +85,7 @@ class _Places:
         return self.tables[int(self.schema_of[index])], int(self.row_of[index])
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Some cached samples of one schema: the table that knows them, and their rows in it."""
 
     table: Table
@@ -361,7 +360,8 @@ def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | Non
         return torch.index_select(window, 0, offsets, out=out)
     if out is None:
         out = torch.empty((len(offsets), *window.shape[1:]), dtype=window.dtype)
-    for part, where in zip(out.split(rows), offsets.split(rows), strict=True):
+    parts = zip(out.split(rows), offsets.split(rows), strict=True)  # type: ignore[no-untyped-call]
+    for part, where in parts:
         torch.index_select(window, 0, where, out=part)
     return out
 

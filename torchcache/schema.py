@@ -158,14 +158,19 @@ class Schema:
     shapes: tuple[Dims | None, ...]
     columns: tuple[Column, ...] = field(init=False, repr=False, compare=False)
     rebuild: Callable[[Sequence[Any]], Any] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found: list[Column] = []
         build = _builder(self.spec, iter(self.shapes), found, 0)
         if len(found) != len(self.shapes):
             raise CorruptStoreError(f"a schema names {len(found)} leaves and {len(self.shapes)} shapes")
+        object.__setattr__(self, "_hash", hash((self.spec, self.shapes)))
         object.__setattr__(self, "columns", tuple(found))
         object.__setattr__(self, "rebuild", build)
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: a deep spec is slow to hash, and batches look things up by schema
 
     def fits(self, dims: Sequence[Dims]) -> bool:
         """Whether a sample of this spec whose leaves have these shapes can be stored under this schema."""
