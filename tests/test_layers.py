@@ -17,7 +17,8 @@ from torchcache import errors
 
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
-    {"_version", "errors"},
+    {"_version", "errors", "packages"},
+    {"bytecode"},
     {"flatten", "schema", "fingerprint", "guard"},
     {"block", "environment", "folder", "location", "owner"},
     {"store"},

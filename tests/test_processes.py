@@ -143,6 +143,7 @@ def test_killed_and_restarted(cache_dir: Path, tmp_path: Path, num_workers: int)
             for _ in range(killed_after):
                 assert process.stdout.readline() == b"batch\n"
             os.killpg(process.pid, signal.SIGKILL)
+            process.stdout.read()  # to the end: every process of the group that could still hold a lock is gone
     source = SlowSource(300, reads)
     cached = CachedDataset(source)
     check_epoch(cached)

@@ -264,6 +264,7 @@ class Filler:
             logger.info("%s is complete and stays unsealed: %s", self._store.path, error)
             return
         self._reader.load_index(seal)
+        owners.sweep(self._store.path / OWNERS)
         totals = self._store.counters()
         logger.info(
             "%s is complete: %d samples, %d bytes, %d source reads, %.1f s in the source",

@@ -15,7 +15,7 @@ count the same whether they are shared or copied.
   be identified. ``random.Random`` and ``RandomState`` do not tell their seed and are left out: a source that draws
   from them is the randomness guard's business.
 - *Left out*, and listed by ``explain=True``: locks, threads, loggers, weak references, the contents of ``lru_cache``
-  and ``cached_property``, and what the class's own reading methods change (see `_drift`).
+  and ``cached_property``, and what the class's own reading methods change (see ``bytecode.drift``).
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ import random
 import struct
 import subprocess
 import sys
-import sysconfig
 import threading
 import types
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 
+from torchcache import bytecode
 from torchcache.errors import FingerprintError
+from torchcache.packages import find_spec, is_exported, package_of
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -106,7 +107,6 @@ _NOT_CONTENT = frozenset(
         "__dataclass_params__", "__slotnames__",
     ]
 )  # of a class: what follows from the rest, or has no influence on what the class does  # fmt: skip
-_READING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "__len__", "forward", "transform")
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class _Walk:
 
     def instance(self, obj: Any, path: str) -> bytes:
         kind = type(obj)
-        if callable(obj) and (package := _package(kind.__module__)) and _is_exported(obj):
+        if callable(obj) and (package := package_of(kind.__module__)) and is_exported(obj):
             return _hash("name", obj.__module__.encode(), obj.__qualname__.encode(), package.encode())
         try:
             reduce = copyreg.dispatch_table.get(kind)
@@ -367,7 +367,7 @@ class _Walk:
         if not isinstance(state, dict):
             return self.digest(state, path)
         kind: Any = type(obj)
-        drift = _drift(kind)
+        drift = bytecode.drift(kind)
         parts = []
         for name in sorted(state, key=str):
             content = self.unless_drifting(state[name], f"{path}.{name}", drift.get(name))
@@ -379,7 +379,7 @@ class _Walk:
         """The digest of what a name stands for; None if it is left out, as if the name were not there."""
         if reason is None:
             return self.digest(value, path)
-        if reason == _OPENED and value is not None:
+        if reason == bytecode.OPENED and value is not None:
             try:
                 return self.alone().digest(value, path)
             except FingerprintError:
@@ -409,14 +409,14 @@ class _Walk:
 
     def class_(self, cls: Any, path: str) -> bytes:
         name = f"{cls.__module__}.{cls.__qualname__}".replace("__mp_main__", "__main__")  # as spawned workers call it
-        package = _package(cls.__module__)
-        if package and (_is_exported(cls) or not cls.__flags__ & _HEAP_TYPE):
+        package = package_of(cls.__module__)
+        if package and (is_exported(cls) or not cls.__flags__ & _HEAP_TYPE):
             return _hash("class", name.encode(), package.encode())
-        drift = _drift(cls)
+        drift = bytecode.drift(cls)
         parts = [name.encode()]
         for key, value in sorted(_class_content(cls).items()):
-            if drift.get(key) == _COUNTER:
-                self.leave_out(f"{path}.{key}", _COUNTER)
+            if drift.get(key) == bytecode.COUNTER:
+                self.leave_out(f"{path}.{key}", bytecode.COUNTER)
             else:
                 parts += [key.encode(), self.digest(value, f"{path}.{key}")]
         bases = [base for base in (*cls.__bases__, type(cls)) if base not in (object, type)]
@@ -425,11 +425,11 @@ class _Walk:
     # Code
 
     def function(self, obj: types.FunctionType, path: str) -> bytes:
-        package = _package(obj.__module__)
-        if package and _is_exported(obj):
+        package = package_of(obj.__module__)
+        if package and is_exported(obj):
             return _hash("function", f"{obj.__module__}.{obj.__qualname__}".encode(), package.encode())
         code, home = obj.__code__, obj.__globals__.get("__name__")
-        package = _package(home)  # of what was defined there: a decorator's wrapper bears the name of what it wraps
+        package = package_of(home)  # of what was defined there: a decorator's wrapper bears the name of what it wraps
         if package:
             parts = [f"{home}.{getattr(code, 'co_qualname', code.co_name)}".encode(), package.encode()]
         else:
@@ -449,7 +449,7 @@ class _Walk:
     def code(self, code: types.CodeType, path: str) -> bytes:
         named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         lines = [f"{code.co_argcount} {code.co_posonlyargcount} {code.co_flags & _FLAGS} {named} {code.co_freevars}"]
-        steps = _instructions(code)
+        steps = bytecode.instructions(code)
         for step, then in itertools.zip_longest(steps, steps[1:]):
             what = f"{step.arg} {step.argrepr}"
             if step.opcode in dis.hasconst:
@@ -464,7 +464,7 @@ class _Walk:
     def references(self, function: types.FunctionType, path: str) -> bytes:
         """What a function's code names outside of itself: globals, attributes of the user's modules, late imports."""
         space = function.__globals__
-        names, imports, assigned = _mentions(function.__code__)
+        names, imports, assigned = bytecode.mentions(function.__code__)
         parts = []
         for name in sorted(names.keys() & space.keys() - {"__name__"}):  # which is another in spawned workers
             value, where = space[name], f"{path}.__globals__[{name!r}]"
@@ -479,7 +479,7 @@ class _Walk:
     def attribute(self, value: Any, chain: tuple[str, ...], path: str) -> bytes:
         """``module.a.b`` as far as it leads through the user's modules: only what is used of them counts."""
         names = iter(chain)
-        while isinstance(value, types.ModuleType) and not _package(value.__name__):
+        while isinstance(value, types.ModuleType) and not package_of(value.__name__):
             name = next(names, None)
             if name is None or name not in vars(value):
                 break
@@ -487,7 +487,7 @@ class _Walk:
         return _hash(".".join(chain), self.digest(value, path))
 
     def module(self, obj: types.ModuleType, path: str) -> bytes:
-        package = _package(obj.__name__)
+        package = package_of(obj.__name__)
         if package:
             return _hash("module", obj.__name__.encode(), package.encode())
         if obj.__spec__ is None:  # made by hand, or the main script
@@ -500,7 +500,7 @@ class _Walk:
             self.sources[spec.name] = b"underway"
             code = spec.loader.get_code(spec.name) if hasattr(spec.loader, "get_code") else None
             if code is not None:
-                imports = (self.imported(target, spec.parent, path) for target in _mentions(code)[1])
+                imports = (self.imported(target, spec.parent, path) for target in bytecode.mentions(code)[1])
                 self.sources[spec.name] = _hash("source", self.code(code, path), *imports)
             elif spec.origin and os.path.isfile(spec.origin):  # compiled
                 self.sources[spec.name] = _hash("binary", _condense(pathlib.Path(spec.origin).read_bytes()))
@@ -511,9 +511,9 @@ class _Walk:
         parts = []
         for late in (name, *(f"{name}.{attribute}" if name else attribute for attribute in attributes)):
             full = importlib.util.resolve_name("." * level + late, parent) if level and parent else late
-            spec = _find(full)
+            spec = find_spec(full)
             if spec is not None:  # otherwise not installed, or not a module but something in one
-                package = _package(full)
+                package = package_of(full)
                 parts.append(_hash("import", full.encode(), package.encode() if package else self.source(spec, path)))
         return _hash("imports", *parts)
 
@@ -556,11 +556,6 @@ _HANDLES = (io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess, to
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made at run time, clear for those built into a library
 _FLAGS = 0x3FF  # of code objects: those that change what the code does
-_COUNTER = "a counter that reading advances"
-_FILLED = "a cache that reading fills"
-_OPENED = "made by reading"
-_CACHED = "a cached property"
-_SKIPPED_STEPS = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
 
 
 def _rule(kind: type) -> _Rule:
@@ -659,11 +654,11 @@ def _describe(obj: Any, digest: bytes) -> str:
         text = repr(obj)
         return text if len(text) <= 80 else f"{text[:77]}..."
     if kind is types.ModuleType:
-        return f"module {obj.__name__} ({_package(obj.__name__) or digest.hex()[:12]})"
+        return f"module {obj.__name__} ({package_of(obj.__name__) or digest.hex()[:12]})"
     named = obj if isinstance(obj, (type, types.FunctionType)) else kind
     text = f"{kind.__name__} " if named is obj else ""
     text += f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")
-    if named is obj and (package := _package(obj.__module__)):
+    if named is obj and (package := package_of(obj.__module__)):
         return f"{text} ({package})"
     if isinstance(obj, (torch.Tensor, np.ndarray)) and not getattr(obj, "is_nested", False):
         text += f" {obj.dtype} {list(obj.shape)}"
@@ -681,172 +676,3 @@ def _class_content(cls: Any) -> dict[str, Any]:
     own = {key: value for key, value in content.items() if not (key.startswith("_") and key.endswith("_"))}
     methods = {key: value for key, value in content.items() if isinstance(value, types.FunctionType)}
     return own | methods | {key: member.value for key, member in cls.__members__.items()}
-
-
-def _is_exported(obj: Any) -> bool:
-    """Whether an object is what its module has under its name, so that the name tells all about it."""
-    target: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
-    for name in getattr(obj, "__qualname__", "?").split("."):
-        target = getattr(target, name, None)
-    return target is obj
-
-
-@functools.cache
-def _package(module: str | None) -> str | None:
-    """Name and version of the installed package, or Python, that a module belongs to; None for the user's own."""
-    top = (module or "").partition(".")[0]
-    if top in ("", "__main__", "__mp_main__"):
-        return None
-    if top == "torchcache":
-        return top
-    loaded = sys.modules.get(str(module))
-    spec = getattr(loaded, "__spec__", None) if loaded else _find(str(module))
-    origin = getattr(loaded, "__file__", None) or getattr(spec, "origin", None) or ""
-    if {"site-packages", "dist-packages"} & set(pathlib.PurePath(origin).parts):
-        version = _version(top)
-        return None if version is None else f"{top} {version}"
-    standard = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
-    if origin in ("built-in", "frozen") or any(os.path.realpath(origin).startswith(root + os.sep) for root in standard):
-        return f"python {sys.version_info.major}.{sys.version_info.minor}"
-    return None
-
-
-def _find(module: str) -> Any:
-    """The spec of a module, or None. Imports nothing, not even the packages around it, as find_spec() would."""
-    top, *inner = module.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # such as the main script, which has none
-        return None
-    for name in inner:
-        top = f"{top}.{name}"
-        places = spec.submodule_search_locations if spec else None
-        spec = importlib.machinery.PathFinder.find_spec(top, places) if places else None
-    return spec
-
-
-def _version(top: str) -> str | None:
-    # Metadata first: it reads the same whether or not the package has been imported yet.
-    try:
-        return importlib.metadata.version(top)
-    except importlib.metadata.PackageNotFoundError:
-        names = importlib.metadata.packages_distributions().get(top)
-    if names:
-        return importlib.metadata.version(names[0])
-    version = getattr(sys.modules.get(top), "__version__", None)
-    return str(version) if version is not None else None
-
-
-# What code does to names and attributes
-
-
-@functools.lru_cache(maxsize=1024)
-def _instructions(code: types.CodeType) -> list[dis.Instruction]:
-    return [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED_STEPS]
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
-
-
-_Names = dict[str, set[tuple[str, ...]]]
-_Import = tuple[int, str, tuple[str, ...]]
-
-
-def _mentions(code: types.CodeType) -> tuple[_Names, list[_Import], dict[str, str]]:
-    """Globals read, with the attribute chains read of them; modules imported; globals assigned, and how."""
-    names: _Names = {}
-    imports: list[_Import] = []
-    assigned: dict[str, str] = {}
-    for part in _nested(code):
-        steps = _instructions(part)
-        for i, step in enumerate(steps):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                chain = itertools.takewhile(lambda then: then.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[i + 1 :])
-                names.setdefault(step.argval, set()).add(tuple(then.argval for then in chain))
-            elif step.opname == "IMPORT_NAME":
-                imports.append((int(steps[i - 2].argval or 0), step.argval, tuple(steps[i - 1].argval or ())))
-            elif step.opname == "STORE_GLOBAL":
-                counts = i > 2 and _adds_number(steps[i - 2 : i]) and steps[i - 3].argval == step.argval
-                assigned[step.argval] = _COUNTER if counts and assigned.get(step.argval) != _OPENED else _OPENED
-    return names, imports, assigned
-
-
-def _adds_number(steps: list[dis.Instruction]) -> bool:
-    number, operation = steps
-    return isinstance(number.argval, (int, float)) and operation.opname in ("BINARY_OP", "INPLACE_ADD")
-
-
-@functools.lru_cache(maxsize=256)
-def _drift(cls: Any) -> dict[str, str]:
-    """Attributes that reading a sample changes, found in the bytecode of the class's reading methods.
-
-    Those are ``__getitem__``, ``__call__`` and the like, and what they call on ``self``. Three kinds are left out:
-    - a counter, advanced there as in ``self.n += 1``, and elsewhere only set as in ``self.n = 0`` by ``__init__``: were
-      samples to depend on it, they could not be cached;
-    - a cache, filled there as in ``self.cache[i] = x``, and elsewhere only made as in ``self.cache = {}`` by
-      ``__init__``;
-    - anything else assigned there, while it is None or cannot be identified: a file that reading opens.
-    The contents of a ``cached_property`` are left out too.
-    """
-    if any(getattr(cls, name, None) is not getattr(object, name, None) for name in ("__reduce__", "__getstate__")):
-        return {}  # the class says itself what its state is
-    methods: dict[str, list[types.CodeType]] = {}
-    for base in cls.__mro__:
-        for name, value in vars(base).items() if _package(base.__module__) is None else ():
-            function = getattr(value, "__wrapped__", None) or getattr(value, "fget", None) or value
-            if isinstance(function, types.FunctionType):
-                methods.setdefault(name, []).append(function.__code__)
-    used: set[str] = set()
-    fresh = methods.keys() & set(_READING)
-    while fresh:
-        used |= fresh
-        parts = (part for method in fresh for code in methods[method] for part in _nested(code))
-        fresh = {name for part in parts for name in part.co_names if name in methods} - used
-    found = {
-        name: _CACHED
-        for base in cls.__mro__
-        for name, value in vars(base).items()
-        if isinstance(value, functools.cached_property)
-    }
-    for name, reason in (change for method in sorted(used) for code in methods[method] for change in _changes(code)):
-        found[name] = reason if found.get(name, reason) == reason else _OPENED
-    others = [code for name, codes in methods.items() if name not in used for code in codes]
-    return {name: reason for name, reason in found.items() if _starts_fresh(name, reason, others)}
-
-
-def _changes(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    steps = _instructions(code)
-    for i, step in enumerate(steps):
-        before = steps[max(i - 6, 0) : i]
-        if step.opname == "STORE_ATTR":
-            if before and _is_self(before[-1], code):
-                yield step.argval, _OPENED
-            elif len(before) == 6 and _is_self(before[0], code) and before[2].argval == step.argval:
-                yield step.argval, _COUNTER if _adds_number(before[3:5]) else _OPENED
-        elif step.opname == "STORE_SUBSCR" and len(before) > 2 and _is_self(before[-3], code):
-            attribute, key = before[-2:]
-            if attribute.opname == "LOAD_ATTR" and key.opname.startswith("LOAD_FAST"):
-                yield attribute.argval, _FILLED
-
-
-def _is_self(step: dis.Instruction, code: types.CodeType) -> bool:
-    loaded = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
-    return step.opname.startswith("LOAD_FAST") and code.co_argcount > 0 and loaded == code.co_varnames[0]
-
-
-def _starts_fresh(name: str, reason: str, others: list[types.CodeType]) -> bool:
-    """Whether the methods that do not read do no more with a counter or cache than make it, from a constant."""
-    for code in others if reason in (_COUNTER, _FILLED) else ():
-        steps = _instructions(code)
-        for i, step in enumerate(steps):
-            if step.argval == name and not (reason == _COUNTER and step.opname.startswith("LOAD_")):
-                made = steps[max(i - 2, 0)]
-                empty = made.opname == "BUILD_MAP" and made.arg == 0
-                constant = isinstance(made.argval, int) and made.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
-                if code.co_name != "__init__" or not (constant if reason == _COUNTER else empty):
-                    return False
-    return True
