@@ -8,7 +8,8 @@ was filled in another order than it is read in, and lies in the page cache. The 
 - in RAM: a ``TensorDataset`` of the same images;
 - floor: a data set that does nothing, with a collate function that does nothing: sampler and loader alone.
 
-Then the gathers alone, also in turns: batches of the store against ``index_select`` on contiguous tensors in RAM.
+Then the gathers alone, also in turns: batches of the store against ``index_select`` on contiguous tensors in RAM, as
+PyTorch does it and on one thread (it spreads even such short copies over threads, and waits for the slowest of them).
 Every ratio is the median over the rounds, with the lowest and the highest. An epoch through the cache is first
 compared with the same epoch from RAM, value by value.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +160,23 @@ def ram_loop(ram: TensorDataset, order: torch.Tensor, batch_size: int) -> float:
     return clock() - start
 
 
+def on_one_thread(work: Callable[[], float]) -> float:
+    """What ``work`` returns when PyTorch may not spread a call over threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return work()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def measure_gathers(ram: TensorDataset, dataset: CachedDataset, args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of the bare gathers of an epoch in each round."""
     order = torch.randperm(len(ram), generator=torch.Generator().manual_seed(args.seed))
     contestants = {
         "gather": lambda: gather_loop(dataset, order, args.batch_size),
         "index_select": lambda: ram_loop(ram, order, args.batch_size),
+        "index_select, one thread": lambda: on_one_thread(lambda: ram_loop(ram, order, args.batch_size)),
     }
     for contestant in contestants.values():
         contestant()
@@ -176,7 +189,7 @@ def report(epochs: dict[str, list[float]], gathers: dict[str, list[float]]) -> d
     print("\n" + table(["epoch of", "seconds", "lowest - highest"], rows))
     results = {
         f"cached / {name}": ratios(epochs["cached"], epochs[name]) for name in ("uncached", "in RAM", "floor")
-    } | {"gather / index_select": ratios(gathers["gather"], gathers["index_select"])}
+    } | {f"gather / {name}": ratios(gathers["gather"], gathers[name]) for name in gathers if name != "gather"}
     rows = [[name, str(ratio), ratio.as_fraction()] for name, ratio in results.items()]
     print("\n" + table(["ratio", "median [lowest - highest]", "that is"], rows))
     return results

@@ -1,6 +1,6 @@
 """Random augmentation after the cache: decoding and resizing are cached, crops and flips are drawn anew each epoch.
 
-    python examples/augmentation_after_the_cache.py [--samples 256]
+python examples/augmentation_after_the_cache.py [--samples 256]
 """
 
 from __future__ import annotations

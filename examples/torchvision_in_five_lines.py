@@ -1,6 +1,6 @@
 """A torchvision dataset behind the cache: the first epoch fills it, the second reads from the map.
 
-    python examples/torchvision_in_five_lines.py [--samples 2000]
+python examples/torchvision_in_five_lines.py [--samples 2000]
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ for epoch in range(3):
     for _images, _labels in loader:
         pass
     stats = train.stats
-    print(
-        f"epoch {epoch}: {time.perf_counter() - start:.3f} s, {stats.hits} hits, {stats.source_reads} source reads in all"
-    )
+    seconds = time.perf_counter() - start
+    print(f"epoch {epoch}: {seconds:.3f} s, {stats.hits} hits, {stats.source_reads} source reads in all")
 print(f"complete: {train.complete}, {stats.bytes_cached / 1e6:.1f} MB in {train.path}")
