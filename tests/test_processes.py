@@ -19,6 +19,7 @@ from helpers import Source, assert_same, image_and_label
 from torch.utils.data import DataLoader
 
 from torchcache import CachedDataset, fill, owner
+from torchcache.flatten import flatten_many
 
 LENGTH = 200
 FORK = multiprocessing.get_context("fork")
@@ -190,7 +191,7 @@ def test_a_late_owner_publishes_nothing_twice(cache_dir: Path, source: Source) -
     assert slow._cache is not None
     assert fast._cache is not None
     slow._cache.filler.flush()
-    late = {7: fill.flatten(image_and_label(7)), 8: fill.flatten(image_and_label(8))}
+    late = flatten_many([7, 8], [image_and_label(7), image_and_label(8)])
     assert_same(fast.__getitems__([7]), [image_and_label(7)])
     slow._cache.filler._publish(late, fill.Counters(source_reads=2))
     assert slow.stats.samples_cached == 3

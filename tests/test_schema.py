@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from torchcache.errors import CorruptStoreError, UnsupportedSampleError
-from torchcache.flatten import DTYPE_NAMES, detach_leaves, flatten
+from torchcache.flatten import DTYPE_NAMES, Uniform, detach_leaves, flatten, flatten_many
 from torchcache.schema import Schema
 
 Point = collections.namedtuple("Point", "x y")
@@ -140,6 +140,48 @@ def test_expanded_conjugate_and_strided_values() -> None:
     assert negative.is_neg()
     assert torch.equal(round_trip(negative), negative)
     assert np.array_equal(round_trip(np.arange(6)[::-1]), np.arange(6)[::-1])
+
+
+SAME = [
+    [(torch.full((2, 3), float(i)), i) for i in range(3)],
+    [{"x": torch.tensor(i), "y": [i * 0.5, i % 2 == 0]} for i in range(3)],
+    [torch.tensor([i], dtype=torch.int8) for i in range(3)],
+]
+DIFFERENT = [
+    [1, 2**70],
+    [1, True],
+    [torch.ones(1), torch.ones(2)],
+    [torch.ones(2), torch.ones(2, dtype=torch.float64)],
+    [torch.ones(2, 3), torch.ones(3, 2).T],
+    [torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)] * 2,
+    [torch.ones(2), torch.ones(2, requires_grad=True)],
+    [torch.ones(2), torch.tensor([1 + 2j, 3j]).conj().imag],
+    [torch.ones(2).bfloat16()] * 2,
+    [torch.empty(0, 4)] * 2,
+    [(1,), (1, 2)],
+    [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+    [{1: "x"}, {True: "x"}],
+    ["a", "bc"],
+    [(), ()],
+    [np.ones(2), np.ones(2)],
+]
+
+
+@pytest.mark.parametrize("samples", [*SAME, *DIFFERENT], ids=str)
+def test_many_at_once_are_as_one_by_one(samples: list[Any]) -> None:
+    found = {}
+    for flat in flatten_many(range(len(samples)), samples):
+        for row, index in enumerate(flat.indices):
+            columns = [
+                (column.dims, bytes(column.data[row]))
+                if isinstance(column, Uniform)
+                else (column[row][0], bytes(column[row][1]))
+                for column in flat.columns
+            ]
+            found[index] = (repr(flat.spec), columns)
+    for index, sample in enumerate(samples):
+        spec, leaves = flatten(sample)
+        assert found[index] == (repr(spec), [(dims, bytes(data)) for dims, data in leaves])
 
 
 def test_detached_leaves_are_independent() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchcache.errors import CorruptStoreError
-from torchcache.flatten import Leaf
+from torchcache.flatten import Flat, Leaf, Uniform
 from torchcache.schema import Column, Schema
 
 ID_BYTES = 16  # a random name for each block, by which it is found in the mapped file
@@ -77,38 +77,43 @@ def column_starts(columns: Sequence[Column], count: int) -> tuple[list[int], int
     return starts, position
 
 
-def encode(schema: Schema, schema_id: int, samples: Sequence[Sequence[Leaf]], min_bytes: int = 0) -> bytearray:
+def encode(schema: Schema, schema_id: int, samples: Flat, min_bytes: int = 0) -> bytearray:
     """Writes samples as one block.
 
     Args:
         schema: what every sample fits.
         schema_id: its number in the store.
-        samples: the leaves of each sample.
+        samples: the samples, taken apart.
         min_bytes: pad the block to this length, so that LMDB gives it pages of its own.
 
     Returns:
         The block, with a new random id.
     """
-    starts, end = column_starts(schema.columns, len(samples))
+    count = len(samples.indices)
+    starts, end = column_starts(schema.columns, count)
     fixed: list[Any] = [bytes(HEAD_BYTES)]
     ragged: list[Any] = []
-    for i, column in enumerate(schema.columns):
-        leaves = [sample[i] for sample in samples]
+    for column, values, start in zip(schema.columns, samples.columns, starts, strict=True):
         if column.shape is None:
-            records, end = _encode_ragged(column, leaves, starts[i], end, ragged)
+            records, end = _encode_ragged(column, values, start, end, ragged)
             fixed.append(records)
+        elif isinstance(values, Uniform):
+            fixed.append(values.data)
         else:
-            fixed.extend([data for _, data in leaves])
-        fixed.append(bytes(-len(samples) * column.stride % COLUMN_ALIGN))
+            fixed.extend([data for _, data in values])
+        fixed.append(bytes(-count * column.stride % COLUMN_ALIGN))
     block = bytearray().join([*fixed, *ragged, bytes(max(0, min_bytes - end))])
-    head = BlockHead(os.urandom(ID_BYTES), schema_id, len(samples), len(block), 0)
+    head = BlockHead(os.urandom(ID_BYTES), schema_id, count, len(block), 0)
     checksum = head.checksum_of(memoryview(block)[HEAD_BYTES:])
-    block[:HEAD_BYTES] = BlockHead(head.block_id, schema_id, len(samples), len(block), checksum).pack()
+    block[:HEAD_BYTES] = BlockHead(head.block_id, schema_id, count, len(block), checksum).pack()
     return block
 
 
-def _encode_ragged(column: Column, leaves: list[Leaf], start: int, end: int, out: list[Any]) -> tuple[bytes, int]:
+def _encode_ragged(
+    column: Column, values: Uniform | list[Leaf], start: int, end: int, out: list[Any]
+) -> tuple[bytes, int]:
     """The records of a ragged column at ``start``; appends its values, from ``end`` of the block on, to ``out``."""
+    leaves = [(values.dims, row) for row in values.data] if isinstance(values, Uniform) else values
     records = np.empty((len(leaves), 1 + column.ndim), "<i8")
     for row, (dims, data) in enumerate(leaves):
         # Relative to the block, whose columns begin on a 64-byte boundary 48 bytes later.
@@ -120,11 +125,6 @@ def _encode_ragged(column: Column, leaves: list[Leaf], start: int, end: int, out
         records[row, 1:] = dims
         end += len(data)
     return records.tobytes(), end
-
-
-def estimated_nbytes(leaves: Sequence[Leaf]) -> int:
-    """About how many bytes a sample adds to a block."""
-    return sum([len(data) + 8 * (1 + len(dims)) for dims, data in leaves])
 
 
 def check(block: Any, schema: Schema, *, checksum: bool) -> None:

@@ -20,14 +20,15 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
-from torchcache import block as blocks
+from torch.utils.data import get_worker_info
+
 from torchcache import owner as owners
 from torchcache.errors import CacheBypassWarning, RandomSampleError, StoreError, StoreUnavailableError
-from torchcache.flatten import detach_leaves, flatten
+from torchcache.flatten import Flat, Leaf, Spec, detach_leaves, flatten, flatten_many, gather_flat
 from torchcache.folder import OWNERS
 from torchcache.guard import RandomnessGuard
 from torchcache.owner import Owner
-from torchcache.packing import Flat, pack
+from torchcache.packing import pack
 from torchcache.reader import Reader
 from torchcache.store import Counters, LogEntry, Store
 
@@ -72,7 +73,7 @@ class Filler:
         self._max_bytes = max_bytes
         self._claim_timeout_s = CLAIM_TIMEOUT_S if claim_timeout_s is None else claim_timeout_s
         self._lock = threading.RLock()
-        self._buffer: dict[int, Flat] = {}
+        self._buffer: dict[int, tuple[Spec, list[Leaf]]] = {}
         self._buffer_bytes = 0
         self._flusher: _Flusher | None = None
         self._owner: Owner | None = None
@@ -158,21 +159,18 @@ class Filler:
 
     def _fill(self, indices: list[int], wanted: Mapping[int, Any], buffered: bool) -> dict[int, Any]:
         """Reads what we have claimed, and publishes it; gives back what could not be read."""
-        kept: dict[int, Flat] = {}
+        kept = False
+        samples: dict[int, Any] = {}
         try:
             samples, seconds, error = self._read(indices, wanted)
             reads = Counters(source_reads=len(samples), source_seconds=seconds)
-            for index, sample in samples.items():
-                kept[index] = flatten(sample)
             if buffered:
-                self._put_off(kept, reads)
+                self._put_off(samples, reads)
             else:
-                self._publish(kept, reads)
-        except BaseException:
-            kept.clear()
-            raise
+                self._publish(flatten_many(list(samples), list(samples.values())), reads)
+            kept = True
         finally:
-            self._release([i for i in indices if i not in kept])
+            self._release([i for i in indices if not kept or i not in samples])
         if error is not None:
             raise error
         return samples
@@ -202,15 +200,11 @@ class Filler:
 
     # -- publishing --------------------------------------------------------------------------------------
 
-    def _publish(self, flat: Mapping[int, Flat], reads: Counters) -> None:
+    def _publish(self, samples: list[Flat], reads: Counters) -> None:
         """Appends samples to the store. If that is not possible, says so once, and nothing more is admitted."""
-        if not flat:
-            self._uncounted += reads
-            return
-        pending = dict(flat)
         try:
-            while pending:
-                prepared = pack(pending, self._store)
+            while any(flat.indices for flat in samples):
+                prepared = pack(samples, self._store)
                 entries, totals = self._store.publish(
                     self._own().id, self._reader.sequence, prepared, reads + self._uncounted, self._admits
                 )
@@ -221,13 +215,17 @@ class Filler:
                 self._learn(entries)
                 if self._refused:
                     raise StoreUnavailableError(self._refused)
-                left = set(self._reader.missing(list(pending)))
-                reads += Counters(duplicate_reads=len(pending) - len(left))
-                pending = {i: pending[i] for i in left}
+                before = sum(len(flat.indices) for flat in samples)
+                samples = [self._unpublished(flat) for flat in samples]
+                reads += Counters(duplicate_reads=before - sum(len(flat.indices) for flat in samples))
             self._uncounted += reads
         except (StoreError, OSError) as error:
             self._uncounted += reads
             self._refuse(error)
+
+    def _unpublished(self, samples: Flat) -> Flat:
+        left = set(self._reader.missing(samples.indices))
+        return samples.rows([row for row, index in enumerate(samples.indices) if index in left])
 
     def _admits(self, nbytes: int) -> bool:
         if self._max_bytes is not None and nbytes > self._max_bytes:
@@ -273,12 +271,13 @@ class Filler:
 
     # -- single samples ----------------------------------------------------------------------------------
 
-    def _put_off(self, flat: Mapping[int, Flat], reads: Counters) -> None:
+    def _put_off(self, samples: Mapping[int, Any], reads: Counters) -> None:
         """Keeps samples for a block that they will share with others."""
+        flat = {index: flatten(sample) for index, sample in samples.items()}
         with self._lock:
             for index, (spec, leaves) in flat.items():
                 self._buffer[index] = (spec, detach_leaves(leaves))
-                self._buffer_bytes += blocks.estimated_nbytes(leaves)
+                self._buffer_bytes += sum(len(data) for _, data in leaves)
             self._published += reads
             if len(self._buffer) >= FLUSH_SAMPLES or self._buffer_bytes >= FLUSH_BYTES:
                 self.flush()
@@ -288,9 +287,8 @@ class Filler:
     def flush(self) -> None:
         """Publishes what waits for company."""
         with self._lock:
-            flat, reads = self._buffer, self._published
-            if flat:
-                self._publish(flat, reads)
+            if self._buffer:
+                self._publish(gather_flat(self._buffer), self._published)
             self._buffer, self._buffer_bytes, self._published = {}, 0, Counters()
 
     # -- the owner ---------------------------------------------------------------------------------------
@@ -306,7 +304,10 @@ class Filler:
             return self._owner
 
     def is_alive(self, owner: bytes) -> bool:
-        return owners.is_alive(self._store.path / OWNERS, owner)
+        if owners.is_alive(self._store.path / OWNERS, owner):
+            return True
+        self._store.disown([owner])
+        return False
 
     def _release(self, indices: Sequence[int]) -> None:
         if indices and self._owner is not None:
@@ -331,6 +332,8 @@ class Filler:
             if self._uncounted.source_reads and self._store.writable and self._store.seal is None:
                 self._count()
             self._disown()
+            if self._reader.complete and get_worker_info() is None:  # a worker's end is waited for
+                self._sync()
 
     def _count(self) -> None:
         try:
@@ -338,6 +341,12 @@ class Filler:
             self._uncounted = Counters()
         except StoreError as error:
             logger.info("%s: %s; some reads are not in the store's totals", self._store.path, error)
+
+    def _sync(self) -> None:
+        try:
+            self._store.sync()
+        except StoreError as error:
+            logger.info("%s: %s; it is checked again if the machine is restarted", self._store.path, error)
 
     # -- forks -------------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # Quantized tensors carry scales beside their bytes, and the bits types cannot be looked into; neither is storable.
 _OPAQUE_DTYPES = frozenset(d for d, name in DTYPE_NAMES.items() if name.startswith(("q", "bits")))
+_FIXED_DTYPES = {"int": "<i8", "float": "<f8", "bool": "<u1"}
 # Tensors of these dtypes become arrays without a detour through a uint8 view.
 _NUMPY_DTYPES = frozenset(
     {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
@@ -58,6 +60,118 @@ def flatten(sample: Any) -> tuple[Spec, list[Leaf]]:
         raise UnsupportedSampleError(
             f"{place}: {reason}. Convert it in the dataset to tensors, arrays, numbers, strings or containers of these."
         ) from None
+
+
+class Uniform(NamedTuple):
+    """One leaf of several samples, of the same shape in all of them: the shape, and an array of (samples, bytes)."""
+
+    dims: Dims
+    data: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Samples of one structure, taken apart.
+
+    Attributes:
+        spec: the structure.
+        indices: which samples.
+        columns: for each leaf of the structure its values, one a sample.
+    """
+
+    spec: Spec
+    indices: list[int]
+    columns: list[Uniform | list[Leaf]]
+
+    def rows(self, rows: Sequence[int]) -> Flat:
+        """Some of the samples."""
+        columns = [
+            Uniform(column.dims, column.data[list(rows)]) if isinstance(column, Uniform) else [column[r] for r in rows]
+            for column in self.columns
+        ]
+        return Flat(self.spec, [self.indices[r] for r in rows], columns)
+
+    def sizes(self) -> list[int]:
+        """About how many bytes each sample adds to a block."""
+        size = sum(column.data.shape[1] for column in self.columns if isinstance(column, Uniform))
+        ragged = [column for column in self.columns if not isinstance(column, Uniform)]
+        return [size + sum([len(column[r][1]) + 16 for column in ragged]) for r in range(len(self.indices))]
+
+
+def flatten_many(indices: Sequence[int], samples: Sequence[Any]) -> list[Flat]:
+    """Takes several samples apart: at once where all have the same structure, dtypes and shapes.
+
+    Args:
+        indices: which samples they are.
+        samples: the samples.
+
+    Returns:
+        One ``Flat`` for each structure among them.
+    """
+    columns: list[Uniform | list[Leaf]] = []
+    spec = _transpose(samples, columns, 0) if len(samples) > 1 else None
+    if spec is not None:
+        return [Flat(spec, list(indices), columns)]
+    return gather_flat({index: flatten(sample) for index, sample in zip(indices, samples, strict=True)})
+
+
+def gather_flat(samples: Mapping[int, tuple[Spec, list[Leaf]]]) -> list[Flat]:
+    """Puts samples that were taken apart one by one together by their structure."""
+    groups: dict[Spec, list[int]] = {}
+    for index, (spec, _) in samples.items():
+        groups.setdefault(spec, []).append(index)
+    return [
+        Flat(spec, members, [list(leaves) for leaves in zip(*[samples[i][1] for i in members], strict=True)])
+        for spec, members in groups.items()
+    ]
+
+
+def _transpose(values: Sequence[Any], columns: list[Uniform | list[Leaf]], depth: int) -> Spec | None:
+    """Takes several samples apart at once: returns the spec that they share, and appends their columns.
+
+    Returns:
+        ``None`` if they differ, or hold what only ``flatten`` can store.
+    """
+    first, cls = values[0], type(values[0])
+    if depth > MAX_DEPTH or any(type(value) is not cls for value in values):
+        return None
+    if cls is torch.Tensor:
+        return _stack_tensors(values, columns)
+    if cls is int or cls is float or cls is bool:
+        try:
+            array = np.array(values, _FIXED_DTYPES[cls.__name__])
+        except OverflowError:
+            return None
+        columns.append(Uniform((), array.view(np.uint8).reshape(len(values), -1)))
+        return (cls.__name__,)
+    if cls is tuple or cls is list:
+        if any(len(value) != len(first) for value in values):
+            return None
+        parts = zip(*values, strict=True)
+    elif cls is dict:
+        keys = list(first)
+        if any(list(value) != keys for value in values) or any(type(key) is not str for key in keys):
+            return None
+        parts = zip(*[value.values() for value in values], strict=True)
+    else:
+        return None
+    children = [_transpose(part, columns, depth + 1) for part in parts]
+    if None in children:
+        return None
+    return (cls.__name__, tuple(keys), tuple(children)) if cls is dict else (cls.__name__, tuple(children))
+
+
+def _stack_tensors(values: Sequence[Any], columns: list[Uniform | list[Leaf]]) -> Spec | None:
+    dtype, shape = values[0].dtype, values[0].shape
+    if dtype not in _NUMPY_DTYPES or values[0].numel() == 0:
+        return None
+    for x in values:
+        if x.dtype is not dtype or x.shape != shape or x.layout is not torch.strided or x.device.type != "cpu":
+            return None
+        if x.requires_grad or x.is_neg() or x.is_nested or not x.is_contiguous():
+            return None
+    columns.append(Uniform(tuple(shape), torch.stack(list(values)).view(len(values), -1).numpy().view(np.uint8)))
+    return ("tensor", DTYPE_NAMES[dtype], len(shape), (), 0)
 
 
 def detach_leaves(leaves: Sequence[Leaf]) -> list[Leaf]:
@@ -232,9 +346,9 @@ def _is_supported(value: Any) -> bool:
 _FLATTENERS: dict[type, Callable[[Any, list[Leaf], int], Spec]] = {
     torch.Tensor: _flatten_tensor,
     np.ndarray: _flatten_array,
-    bool: _flatten_fixed("bool", "<u1"),
+    bool: _flatten_fixed("bool", _FIXED_DTYPES["bool"]),
     int: _flatten_int,
-    float: _flatten_fixed("float", "<f8"),
+    float: _flatten_fixed("float", _FIXED_DTYPES["float"]),
     complex: _flatten_fixed("complex", "<c16"),
     str: _flatten_raw("str", lambda x: x.encode("utf-8", "surrogatepass")),
     bytes: _flatten_raw("bytes", lambda x: x),

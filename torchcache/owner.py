@@ -23,16 +23,23 @@ class Owner:
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            # A sweep may take a file away between its creation and its locking.
-            while True:
-                self.id = os.urandom(ID_BYTES)
-                self._lock = _file_lock(folder, self.id)
-                self._lock.acquire(blocking=False)
-                if os.path.exists(self._lock.lock_file):
-                    return
-                self._lock.release()
+            while not self._is_locked(folder):
+                pass
         except (OSError, NotImplementedError) as error:
             raise StoreUnavailableError(f"{folder}: no lock can be had here ({error})") from error
+
+    def _is_locked(self, folder: Path) -> bool:
+        """Locks a new file; not if a sweep took it for a dead owner's, between its creation and its locking."""
+        self.id = os.urandom(ID_BYTES)
+        self._lock = _file_lock(folder, self.id)
+        try:
+            self._lock.acquire(blocking=False)
+        except filelock.Timeout:
+            return False
+        if os.path.exists(self._lock.lock_file):
+            return True
+        self._lock.release()
+        return False
 
     def release(self) -> None:
         """Gives the lock up; claims that still carry this owner's id count as a dead owner's from now on."""

@@ -125,10 +125,10 @@ class Reader:
             while len(places.tables) <= entry.head.schema_id:
                 places.tables.append(Table(self._schemas[len(places.tables)]))
             row = places.tables[entry.head.schema_id].append(entry)
-            indices = torch.from_numpy(entry.indices.copy())
-            self.count += int((places.schema_of[indices] < 0).sum())
-            places.row_of[indices] = torch.arange(row, row + entry.head.count)
-            places.schema_of[indices] = entry.head.schema_id  # last: from here on, other threads read these rows
+            schema_of, row_of = places.schema_of.numpy(), places.row_of.numpy()
+            self.count += int((schema_of[entry.indices] < 0).sum())
+            row_of[entry.indices] = np.arange(row, row + entry.head.count)
+            schema_of[entry.indices] = entry.head.schema_id  # last: from here on, other threads read these rows
             self.sequence = entry.sequence + 1
 
     @property

@@ -19,7 +19,7 @@ import shutil
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from torchcache.schema import Schema
 FORMAT_VERSION = 1
 
 _ENTRY = struct.Struct("<16s16sIIQI4x")  # block id, owner, schema, count, nbytes, checksum; then the sample indices
+_NO_INDICES = np.empty(0, np.int64)
 _COUNTERS = struct.Struct("<QQQQd")
 _SEAL = struct.Struct("<QQ16s")  # offset in the file, nbytes, block id of the index value
 # One store object per folder and process: py-lmdb refuses to open a file twice.
@@ -180,8 +181,7 @@ class Store:
         )
         with self._look() as txn:
             self._read_meta(txn)
-            if self.seal is None and self.writable:
-                self._trust_after_reboot(txn)
+            self._trust_after_restart(txn)
         self.close()
 
     def _read_meta(self, txn: Any) -> None:
@@ -213,12 +213,13 @@ class Store:
             txn.put(b"format", _format_line(), db=meta)
         self.close()
 
-    def _trust_after_reboot(self, txn: Any) -> None:
-        """Checks every block if the machine was restarted since the store was written: it may have lost pages."""
-        meta = self._dbs[b"meta"]
-        if bytes(txn.get(b"boot", db=meta, default=b"")) != _boot_id():
+    def _trust_after_restart(self, txn: Any) -> None:
+        """Checks every block if the machine was restarted before the store was synced: it may have lost pages."""
+        written_in = bytes(txn.get(b"boot", db=self._dbs[b"meta"], default=b""))
+        if written_in and written_in != _boot_id():
             self._check_blocks(txn)
-            txn.put(b"boot", _boot_id(), db=meta)
+            if self.writable:
+                txn.put(b"boot", _boot_id(), db=self._dbs[b"meta"])
 
     # -- the LMDB handle ---------------------------------------------------------------------------------
 
@@ -337,28 +338,41 @@ class Store:
             usurped: owners whose claims count no more, because they are dead or stopped.
         """
         with self._write() as txn:
-            claims = self._dbs[b"claims"]
-            granted, held = [], {}
-            for index in missing(self._entries(txn, since)):
-                holder = txn.get(_key(index), db=claims)
-                if holder is None or bytes(holder) in usurped:
-                    txn.put(_key(index), owner, db=claims)
-                    granted.append(index)
-                else:
-                    held[index] = bytes(holder)
+            wanted = missing(self._entries(txn, since))
+            claims = self._claims(txn)
+            holders = {int(i): holder for holder in claims if holder not in usurped for i in claims[holder]}
+            held = {index: holders[index] for index in wanted if index in holders}
+            granted = [index for index in wanted if index not in held]
+            if granted:
+                self._put_claims(txn, owner, np.append(claims.get(owner, _NO_INDICES), granted))
             return Claim(granted, held)
 
     def release(self, owner: bytes, indices: Sequence[int]) -> None:
-        """Gives claims back; those that somebody else has taken over stay."""
+        """Gives claims back."""
         with self._write() as txn:
             self._release(txn, owner, indices)
 
     def _release(self, txn: Any, owner: bytes, indices: Sequence[int]) -> None:
-        claims = self._dbs[b"claims"]
-        for index in indices:
-            holder = txn.get(_key(index), db=claims)
-            if holder is not None and bytes(holder) == owner:
-                txn.delete(_key(index), db=claims)
+        claimed = txn.get(owner, db=self._dbs[b"claims"])
+        if claimed is not None:
+            left = set(np.frombuffer(bytes(claimed), "<i8").tolist()) - set(indices)
+            self._put_claims(txn, owner, np.array(list(left), np.int64))
+
+    def disown(self, owners: Iterable[bytes]) -> None:
+        """Removes the claims of owners that are dead."""
+        with self._write() as txn:
+            for owner in owners:
+                txn.delete(owner, db=self._dbs[b"claims"])
+
+    def _claims(self, txn: Any) -> dict[bytes, np.ndarray[Any, Any]]:
+        cursor = txn.cursor(db=self._dbs[b"claims"])
+        return {bytes(owner): np.frombuffer(bytes(indices), "<i8") for owner, indices in cursor}
+
+    def _put_claims(self, txn: Any, owner: bytes, indices: np.ndarray[Any, Any]) -> None:
+        if len(indices):
+            txn.put(owner, indices.astype("<i8").tobytes(), db=self._dbs[b"claims"])
+        else:
+            txn.delete(owner, db=self._dbs[b"claims"])
 
     def publish(
         self,
@@ -390,7 +404,7 @@ class Store:
                 return entries, None
             for block, indices in prepared:
                 self._append(txn, owner, block, indices)
-                self._release(txn, owner, indices)
+            self._release(txn, owner, [i for _, indices in prepared for i in indices])
             count = sum(len(indices) for _, indices in prepared)
             totals += counters + Counters(samples=count, nbytes=size - totals.nbytes)
             self._put_counters(txn, totals)
@@ -451,8 +465,10 @@ class Store:
     def write_seal(self, index: bytearray) -> Seal:
         """Makes a complete store a sealed one, unless it is.
 
+        Nothing waits for the disk here, which would be in the middle of an epoch: see ``sync``.
+
         Args:
-            index: the index value, with a block head (see ``reader``). Everything is on the disk before the seal is.
+            index: the index value, with a block head (see ``reader``).
 
         Returns:
             The seal, whoever has set it.
@@ -463,17 +479,25 @@ class Store:
                 if self.seal is not None:
                     return self.seal
                 txn.put(b"index", index, db=self._dbs[b"index"])
-            self._sync()
             with self._write() as txn:
                 value = txn.get(b"index", db=self._dbs[b"index"])
-                seal = Seal(self._offset(txn, value), len(value), BlockHead.read(value).block_id)
-                txn.put(b"seal", _SEAL.pack(seal.offset, seal.nbytes, seal.block_id), db=self._dbs[b"meta"])
-            self._sync()
-            self.seal = seal
-            return seal
+                self.seal = Seal(self._offset(txn, value), len(value), BlockHead.read(value).block_id)
+                record = (self.seal.offset, self.seal.nbytes, self.seal.block_id)
+                txn.put(b"seal", _SEAL.pack(*record), db=self._dbs[b"meta"])
+            return self.seal
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """Brings a sealed store to the disk, after which it is trusted whatever becomes of the machine."""
+        if not self.writable:
+            return
+        with self._write() as txn:
+            self._read_meta(txn)
+            if self.seal is None or not txn.get(b"boot", db=self._dbs[b"meta"]):
+                return
         with self.lock, translated(self.path):
+            self._environment().sync(True)
+            with self._write() as txn:
+                txn.put(b"boot", b"", db=self._dbs[b"meta"])
             self._environment().sync(True)
 
     def check_blocks(self) -> int:
