@@ -133,7 +133,7 @@ def _transpose(values: Sequence[Any], columns: list[Uniform | list[Leaf]], depth
         ``None`` if they differ, or hold what only ``flatten`` can store.
     """
     first, cls = values[0], type(values[0])
-    if depth > MAX_DEPTH or any(type(value) is not cls for value in values):
+    if depth > MAX_DEPTH or len(set(map(type, values))) > 1:
         return None
     if cls is torch.Tensor:
         return _stack_tensors(values, columns)
@@ -145,7 +145,7 @@ def _transpose(values: Sequence[Any], columns: list[Uniform | list[Leaf]], depth
         columns.append(Uniform((), array.view(np.uint8).reshape(len(values), -1)))
         return (cls.__name__,)
     if cls is tuple or cls is list:
-        if any(len(value) != len(first) for value in values):
+        if len(set(map(len, values))) > 1:
             return None
         parts = zip(*values, strict=True)
     elif cls is dict:
@@ -162,16 +162,20 @@ def _transpose(values: Sequence[Any], columns: list[Uniform | list[Leaf]], depth
 
 
 def _stack_tensors(values: Sequence[Any], columns: list[Uniform | list[Leaf]]) -> Spec | None:
-    dtype, shape = values[0].dtype, values[0].shape
-    if dtype not in _NUMPY_DTYPES or values[0].numel() == 0:
+    dtype = values[0].dtype
+    # What torch.stack would not tell apart: it promotes dtypes, and gives one order of dimensions to all.
+    if dtype not in _NUMPY_DTYPES or not all(x.dtype is dtype and x.is_contiguous() for x in values):
         return None
-    for x in values:
-        if x.dtype is not dtype or x.shape != shape or x.layout is not torch.strided or x.device.type != "cpu":
-            return None
-        if x.requires_grad or x.is_neg() or x.is_nested or not x.is_contiguous():
-            return None
-    columns.append(Uniform(tuple(shape), torch.stack(list(values)).view(len(values), -1).numpy().view(np.uint8)))
-    return ("tensor", DTYPE_NAMES[dtype], len(shape), (), 0)
+    try:
+        stacked = torch.stack(list(values))
+    except RuntimeError:  # of different shapes, layouts or devices, or nested
+        return None
+    if stacked.requires_grad or stacked.layout is not torch.strided or stacked.device.type != "cpu":
+        return None
+    if stacked.numel() == 0:
+        return None
+    columns.append(Uniform(tuple(stacked.shape[1:]), stacked.view(len(values), -1).numpy().view(np.uint8)))
+    return ("tensor", DTYPE_NAMES[dtype], stacked.ndim - 1, (), 0)
 
 
 def detach_leaves(leaves: Sequence[Leaf]) -> list[Leaf]:

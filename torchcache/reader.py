@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from torchcache.schema import Column, Schema
 from torchcache.store import LogEntry, Seal
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
-_INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
 _FIRST_ROWS = 1024
+_NO_OFFSETS = torch.empty(0, dtype=torch.int64)
+DENSE_BYTES = 8  # the size of an offset
+_INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
 # Copied bits are bits: which dtype carries them does not matter, only how many bytes it has.
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 GRAIN_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: the work below which PyTorch uses one thread
@@ -41,12 +44,15 @@ class Table:
         columns: for each column one 64-bit file offset a sample, in units of ``Column.unit`` bytes: that of the value
             in a fixed column, that of the record in a ragged one.
         count: number of samples; the columns may be longer.
+        dense: instead of offsets, for a column of small values in a sealed store: the offset of the first value, and
+            all of them, one after another, as a view of the map.
     """
 
     def __init__(self, schema: Schema, columns: list[torch.Tensor] | None = None, count: int = 0) -> None:
         self.schema = schema
         self.columns = columns or [torch.empty(_FIRST_ROWS, dtype=torch.int64) for _ in schema.columns]
         self.count = count
+        self.dense: dict[int, tuple[int, torch.Tensor]] = {}
 
     def append(self, entry: LogEntry) -> int:
         """Adds the samples of a block, and returns the row of the first."""
@@ -54,12 +60,27 @@ class Table:
         if self.columns and last > len(self.columns[0]):
             # Replaced, not resized: another thread may be reading the old ones.
             self.columns = [torch.cat((c[:first], torch.empty(last, dtype=torch.int64))) for c in self.columns]
-        starts, _ = column_starts(self.schema.columns, entry.head.count)
-        rows = np.arange(entry.head.count, dtype=np.int64)
-        for known, column, start in zip(self.columns, self.schema.columns, starts, strict=True):
-            known.numpy()[first:last] = (entry.offset + start + rows * column.stride) // column.unit
+        for known, (start, unit, steps) in zip(self.columns, _steps(self.schema, entry.head.count), strict=True):
+            np.add(steps, (entry.offset + start) // unit, out=known.numpy()[first:last])
         self.count = last
         return first
+
+
+@lru_cache(maxsize=1024)
+def _steps(schema: Schema, count: int) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
+    """For each column of a block of ``count`` samples: its start, the unit of its offsets, and those of its values."""
+    starts, _ = column_starts(schema.columns, count)
+    return [
+        (start, column.unit, np.arange(count, dtype=np.int64) * (column.stride // column.unit))
+        for start, column in zip(starts, schema.columns, strict=True)
+    ]
+
+
+class Rows(NamedTuple):
+    """Some cached samples of one schema: the table that knows them, and their rows in it."""
+
+    table: Table
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +104,6 @@ class _Places:
             return self.only, index
         assert self.schema_of is not None and self.row_of is not None
         return self.tables[int(self.schema_of[index])], int(self.row_of[index])
-
-
-class Rows(NamedTuple):
-    """Some cached samples of one schema: the table that knows them, and their rows in it."""
-
-    table: Table
-    rows: torch.Tensor
 
 
 class Reader:
@@ -163,8 +177,10 @@ class Reader:
             parts += [_pad(parts), schema_of.numpy().astype("<i4").tobytes()]
             parts += [_pad(parts), rank.numpy().astype("<i8").tobytes()]
         for table, member in zip(tables, members, strict=True):
-            for column in table.columns if len(member) else ():
-                parts += [_pad(parts), column.numpy()[row_of[member].numpy()].astype("<i8").tobytes()]
+            rows = Rows(table, row_of[member])
+            for c, column in enumerate(table.schema.columns if len(member) else ()):
+                places = self.gather(rows, c) if _is_dense(column) else table.columns[c][rows.rows]
+                parts += [_pad(parts), places.view(torch.uint8).numpy().tobytes()]
         body = b"".join(parts[1:])
         head = BlockHead(os.urandom(16), len(tables), self._length & 0xFFFFFFFF, HEAD_BYTES + len(body), 0)
         head = BlockHead(head.block_id, head.schema_id, head.count, head.nbytes, head.checksum_of(body))
@@ -215,11 +231,18 @@ class Reader:
             _check_rows(schema_of, row_of, counts)
         tables = [Table(schema) for schema in self._schemas[:schemas]]
         for i in used:
-            columns = []
-            for _ in self._schemas[i].columns:
+            columns, dense = [], {}
+            for c, column in enumerate(self._schemas[i].columns):
                 position = _padded(position)
-                columns.append(torch.from_numpy(take(counts[i], "<i8")))
+                if _is_dense(column):
+                    first = seal.offset + position
+                    values = torch.from_numpy(take(counts[i] * column.stride, "<u1")).view(_WIDE[column.unit])
+                    dense[c] = first, values.view(counts[i], *_wide_shape(column))
+                    columns.append(_NO_OFFSETS)
+                else:
+                    columns.append(torch.from_numpy(take(counts[i], "<i8")))
             tables[i] = Table(self._schemas[i], columns, counts[i])
+            tables[i].dense = dense
         self._places = _Places(tables, schema_of, row_of, tables[used[0]] if len(used) == 1 else None)
         self.count = length
 
@@ -266,7 +289,11 @@ class Reader:
     def value(self, table: Table, c: int, row: int, copy: bool) -> Any:
         """Makes one leaf of a sample."""
         column = table.schema.columns[c]
-        offset, shape = int(table.columns[c][row]) * column.unit, column.shape
+        shape = column.shape
+        if c in table.dense:
+            offset = table.dense[c][0] + row * column.stride
+        else:
+            offset = int(table.columns[c][row]) * column.unit
         try:
             if shape is None:
                 record = self._record(column, offset)
@@ -294,10 +321,14 @@ class Reader:
         column = rows.table.schema.columns[c]
         shape, dtype = column.shape, column.torch_dtype
         assert shape is not None and dtype is not None
-        offsets = rows.table.columns[c].index_select(0, rows.rows)
+        count = len(rows.rows)
         if math.prod(shape) == 0:
-            return torch.empty((len(offsets), *shape), dtype=dtype)
-        out = _new_shared((len(offsets), *shape), dtype).view(_WIDE[column.unit]) if shared else None
+            return torch.empty((count, *shape), dtype=dtype)
+        out = _new_shared((count, *shape), dtype).view(_WIDE[column.unit]) if shared else None
+        if c in rows.table.dense:
+            found = _select(rows.table.dense[c][1], rows.rows, out)
+            return found if found.dtype == dtype else found.view(dtype)
+        offsets = rows.table.columns[c].index_select(0, rows.rows)
         try:
             found = _select(self._window(column), offsets, out)
         except IndexError:
@@ -313,10 +344,7 @@ class Reader:
         """The map as a tensor whose row *r* is the value of this column that starts at unit *r* of the file."""
         window = self._windows.get(column)
         if window is None:
-            unit, shape = column.unit, column.shape
-            assert shape is not None
-            if shape:
-                shape = (*shape[:-1], shape[-1] * column.itemsize // unit)
+            unit, shape = column.unit, _wide_shape(column)
             elements = torch.frombuffer(self._mapped(1), dtype=torch.uint8)
             elements = elements[: len(elements) // unit * unit].view(_WIDE[unit])
             strides = torch.empty(shape, device="meta").stride()
@@ -347,6 +375,21 @@ class Reader:
             except (OSError, ValueError) as error:
                 raise StoreUnavailableError(f"{self._path} of {size} bytes cannot be mapped: {error}") from error
         self._inode, self._windows = inode, {}
+
+
+def _is_dense(column: Column) -> bool:
+    """Whether the index of a sealed store has the values of this column instead of their offsets.
+
+    A label is no larger than its offset, and 64 labels are 64 cache lines apart where the blocks have them.
+    """
+    return column.shape is not None and column.torch_dtype is not None and 0 < column.stride <= DENSE_BYTES
+
+
+def _wide_shape(column: Column) -> tuple[int, ...]:
+    """The shape of one value when its bytes are taken as elements of ``column.unit`` bytes."""
+    shape = column.shape
+    assert shape is not None
+    return (*shape[:-1], shape[-1] * column.itemsize // column.unit) if shape else ()
 
 
 def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
