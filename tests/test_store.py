@@ -200,25 +200,27 @@ def test_damaged_files_never_kill_the_process(cache_dir: Path, tmp_path: Path) -
 def test_blocks_are_checked_after_a_restart_of_the_machine(
     cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached = CachedDataset(source)
-    for i in range(0, 100, 10):
-        cached.__getitems__(list(range(i, i + 10)))
-    cached.close()
-    store = Store.open(cached.path)
-    offset = store.entries(0)[3].offset
-    store.close()
+    def half_filled() -> CachedDataset:
+        cached = CachedDataset(source)
+        for i in range(0, 100, 10):
+            cached.__getitems__(list(range(i, i + 10)))
+        cached.close()
+        return cached
+
+    cached = half_filled()
+    stores._open_stores.clear()
     monkeypatch.setattr(stores, "_boot_id", lambda: b"the next one")
     check(CachedDataset(source))  # undamaged: trusted again
     stores._open_stores.clear()
     shutil.rmtree(cached.path)
 
-    cached = CachedDataset(source)
-    for i in range(0, 100, 10):
-        cached.__getitems__(list(range(i, i + 10)))
-    cached.close()
+    store = Store.open(half_filled().path)
+    offset = store.entries(0)[3].offset
+    store.close()
     with open(cached.path / "data.mdb", "r+b") as file:
         file.seek(offset + 200)
         file.write(bytes(64))
+    del store
     stores._open_stores.clear()
     monkeypatch.setattr(stores, "_boot_id", lambda: b"one more")
     with pytest.warns(CacheBypassWarning, match=r"checksum.*cached anew"):

@@ -301,9 +301,9 @@ class CachedDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples of a batch; what a ``DataLoader`` calls."""
         cache = self._cache or self._connect()
-        if cache is not None and self.transform is None:
+        if cache is not None and self.transform is None and collate.feeds_default_collate(sys._getframe(1)):
             rows = cache.reader.find(indices)
-            if rows is not None and collate.feeds_default_collate(sys._getframe(1)):
+            if rows is not None:
                 self._hits += len(indices)
                 return collate.batch_of(cache.reader, rows)
         positions = [_position(index) for index in indices]

@@ -81,6 +81,7 @@ class Filler:
         self._uncounted = Counters()  # reads whose samples were not published
         self._published = Counters()  # reads whose samples wait in the buffer
         self._refused = ""  # why nothing more is admitted
+        self._unsaid = ""  # the warning about it, if the caller's thread has not given it yet
         _fillers.add(self)
 
     @property
@@ -107,6 +108,7 @@ class Filler:
         samples: dict[int, Any] = {}
         waiting = _Waiting(self)
         while True:
+            self._say()
             remaining = self._reader.missing([i for i in wanted if i not in samples])
             if not remaining:
                 return samples
@@ -152,7 +154,8 @@ class Filler:
 
     def _bypass(self, indices: Sequence[int], wanted: Mapping[int, Any]) -> dict[int, Any]:
         samples, seconds, error = self._read(indices, wanted)
-        self._uncounted += Counters(source_reads=len(samples), source_seconds=seconds)
+        with self._lock:
+            self._uncounted += Counters(source_reads=len(samples), source_seconds=seconds)
         if error is not None:
             raise error
         return samples
@@ -201,7 +204,10 @@ class Filler:
     # -- publishing --------------------------------------------------------------------------------------
 
     def _publish(self, samples: list[Flat], reads: Counters) -> None:
-        """Appends samples to the store. If that is not possible, says so once, and nothing more is admitted."""
+        """Appends samples to the store. If that is not possible, says so once, and nothing more is admitted.
+
+        In the caller's thread: a thread of its own was tried, and made the epoch that fills slower (docs/fill.md).
+        """
         try:
             while any(flat.indices for flat in samples):
                 prepared = pack(samples, self._store)
@@ -240,12 +246,16 @@ class Filler:
         self._refused = str(error)
         self._disown()
         cached = f"{self._reader.count} of {self._store.identity.length} samples are cached"
-        warnings.warn(
+        self._unsaid = (
             f"{self._store.path} takes no more samples: {error}. {cached}; the others are read from the source "
-            f"each epoch. Give the cache more room, or put it elsewhere with CACHE_DIR or cache_dir=",
-            CacheBypassWarning,
-            stacklevel=2,
+            f"each epoch. Give the cache more room, or put it elsewhere with CACHE_DIR or cache_dir="
         )
+
+    def _say(self) -> None:
+        """Gives the warning in the caller's thread, where it can be caught or made an error."""
+        if self._unsaid:
+            message, self._unsaid = self._unsaid, ""
+            warnings.warn(message, CacheBypassWarning, stacklevel=2)
 
     def _seal_if_complete(self, totals: Counters) -> None:
         if totals.samples >= self._store.identity.length:
@@ -334,6 +344,7 @@ class Filler:
             self._disown()
             if self._reader.complete and get_worker_info() is None:  # a worker's end is waited for
                 self._sync()
+        self._say()
 
     def _count(self) -> None:
         try:

@@ -23,6 +23,9 @@ Spec = tuple[Any, ...]
 Dims = tuple[int, ...]
 Leaf = tuple[Dims, Any]  # (shape, bytes-like of one dimension)
 
+# at::internal::GRAIN_SIZE: below it PyTorch uses one thread. Above, it waits for the slowest of several at the end of
+# each call, and where a core has other work to do, that is a scheduler's time slice: too long for copying a batch.
+GRAIN_ELEMENTS = 32_768
 MAX_DEPTH = 100  # levels of nesting; deeper is a sample that contains itself, or a hostile file
 
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -93,8 +96,10 @@ class Flat:
 
     def sizes(self) -> list[int]:
         """About how many bytes each sample adds to a block."""
-        size = sum(column.data.shape[1] for column in self.columns if isinstance(column, Uniform))
+        size = sum([column.data.shape[1] for column in self.columns if isinstance(column, Uniform)])
         ragged = [column for column in self.columns if not isinstance(column, Uniform)]
+        if not ragged:
+            return [size] * len(self.indices)
         return [size + sum([len(column[r][1]) + 16 for column in ragged]) for r in range(len(self.indices))]
 
 
@@ -164,15 +169,19 @@ def _transpose(values: Sequence[Any], columns: list[Uniform | list[Leaf]], depth
 def _stack_tensors(values: Sequence[Any], columns: list[Uniform | list[Leaf]]) -> Spec | None:
     dtype = values[0].dtype
     # What torch.stack would not tell apart: it promotes dtypes, and gives one order of dimensions to all.
-    if dtype not in _NUMPY_DTYPES or not all(x.dtype is dtype and x.is_contiguous() for x in values):
+    shape, numel = values[0].shape, values[0].numel()
+    if dtype not in _NUMPY_DTYPES or numel == 0:
         return None
+    if not all(x.dtype is dtype and x.shape == shape and x.is_contiguous() for x in values):
+        return None
+    stacked = torch.empty((len(values), *shape), dtype=dtype)
+    rows = max(1, GRAIN_ELEMENTS // max(numel, 1))
     try:
-        stacked = torch.stack(list(values))
-    except RuntimeError:  # of different shapes, layouts or devices, or nested
+        for first in range(0, len(values), rows):
+            torch.stack(list(values[first : first + rows]), out=stacked[first : first + rows])
+    except RuntimeError:  # of different layouts or devices, or nested
         return None
-    if stacked.requires_grad or stacked.layout is not torch.strided or stacked.device.type != "cpu":
-        return None
-    if stacked.numel() == 0:
+    if any(x.requires_grad for x in values):
         return None
     columns.append(Uniform(tuple(stacked.shape[1:]), stacked.view(len(values), -1).numpy().view(np.uint8)))
     return ("tensor", DTYPE_NAMES[dtype], stacked.ndim - 1, (), 0)

@@ -23,6 +23,7 @@ import torch
 
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, BlockHead, column_starts
 from torchcache.errors import CorruptStoreError, StoreUnavailableError
+from torchcache.flatten import GRAIN_ELEMENTS
 from torchcache.schema import Column, Schema
 from torchcache.store import LogEntry, Seal
 
@@ -33,7 +34,6 @@ DENSE_BYTES = 8  # the size of an offset
 _INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
 # Copied bits are bits: which dtype carries them does not matter, only how many bytes it has.
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-GRAIN_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: the work below which PyTorch uses one thread
 
 
 class Table:
@@ -393,11 +393,7 @@ def _wide_shape(column: Column) -> tuple[int, ...]:
 
 
 def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """``index_select`` in calls that PyTorch does not spread over threads.
-
-    It does from ``GRAIN_ELEMENTS`` on, and waits for the slowest thread at the end of each call: where a core has
-    other work to do, that is a scheduler's time slice a batch. Copying a batch is too short for that to pay.
-    """
+    """``index_select`` in calls that PyTorch does not spread over threads (see ``GRAIN_ELEMENTS``)."""
     rows = max(1, GRAIN_ELEMENTS // math.prod(window.shape[1:]))
     if len(offsets) <= rows or torch.get_num_threads() == 1:
         return torch.index_select(window, 0, offsets, out=out)
