@@ -306,6 +306,8 @@ class CachedDataset(Dataset[Any]):
             if rows is not None:
                 self._hits += len(indices)
                 return collate.batch_of(cache.reader, rows)
+        if set(map(type, indices)) == {int}:
+            return self._samples(indices, indices)
         positions = [_position(index) for index in indices]
         if None in positions:
             return [self[index] for index in indices]
@@ -330,15 +332,13 @@ class CachedDataset(Dataset[Any]):
             single: one at a time; then they are published later, together with others.
         """
         length = len(self)
-        wanted: dict[int, Any] = {}
-        order = []
-        for position, original in zip(positions, given, strict=True):
-            index = position + length if position < 0 else position
-            if not 0 <= index < length:
-                raise IndexError(f"index {position} is out of range for a dataset of {length} samples")
-            wanted.setdefault(index, original)
-            order.append(index)
+        order = positions
+        if not positions or min(positions) < 0 or max(positions) >= length:
+            order = [_counted_from_start(position, length) for position in positions]
+        wanted: dict[int, Any] = dict(zip(order, given, strict=True))
         samples, cache = self._fetch(wanted, single)
+        if self.transform is None and len(samples) == len(order):
+            return [samples[index] for index in order]
         return [self._finished(index, samples, cache, wanted) for index in order]
 
     def _fetch(self, wanted: dict[int, Any], single: bool) -> tuple[dict[int, Any], _Cache | None]:
@@ -346,7 +346,9 @@ class CachedDataset(Dataset[Any]):
         cache = self._cache or self._connect()
         if cache is None:
             return {}, None
-        known = {i: given for i, given in wanted.items() if i < cache.store.identity.length}
+        known, length = wanted, cache.store.identity.length
+        if len(self) > length:  # samples that the dataset has got since are not cached
+            known = {i: given for i, given in wanted.items() if i < length}
         with self._discarded_if_empty():
             samples = cache.filler.fetch(known, buffered=single)
         self._misses += len(samples)
@@ -378,12 +380,10 @@ class CachedDataset(Dataset[Any]):
         return sample if self.transform is None else self.transform(sample)
 
     def _is_cached(self, index: int, cache: _Cache) -> bool:
-        if index >= cache.store.identity.length:
-            return False
-        if cache.reader.missing([index]):
+        if not cache.reader.holds(index) and index < cache.store.identity.length:
             cache.filler.flush()
             cache.filler.refresh()
-        return not cache.reader.missing([index])
+        return cache.reader.holds(index)
 
     def _hit(self, cache: _Cache, index: int) -> Any:
         if self.transform is None:
@@ -446,6 +446,13 @@ def _checked_length(dataset: Any) -> int:
         raise TypeError(
             f"CachedDataset got a {what} without a usable __len__ ({error}); it must tell how many samples there are"
         ) from error
+
+
+def _counted_from_start(position: int, length: int) -> int:
+    index = position + length if position < 0 else position
+    if not 0 <= index < length:
+        raise IndexError(f"index {position} is out of range for a dataset of {length} samples")
+    return index
 
 
 def _position(index: Any) -> int | None:

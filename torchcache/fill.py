@@ -109,7 +109,7 @@ class Filler:
         waiting = _Waiting(self)
         while True:
             self._say()
-            remaining = self._reader.missing([i for i in wanted if i not in samples])
+            remaining = self._reader.missing([i for i in wanted if i not in samples] if samples else list(wanted))
             if not remaining:
                 return samples
             if not self.admitting or not self._store.writable:
@@ -128,6 +128,8 @@ class Filler:
                 self._refuse(error)
             if granted:
                 samples.update(self._fill(granted, wanted, buffered))
+                if len(samples) == len(wanted):
+                    return samples
 
     def refresh(self) -> None:
         """Learns of everything that has been published."""

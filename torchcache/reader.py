@@ -154,8 +154,8 @@ class Reader:
         schema_of = self._places.schema_of
         if schema_of is None:
             return []
-        known = schema_of.numpy()
-        return [i for i in indices if known[i] < 0]
+        wanted = np.array(indices, np.int64)
+        return wanted[schema_of.numpy()[wanted] < 0].tolist()  # type: ignore[no-any-return]
 
     def all_missing(self) -> np.ndarray[Any, Any]:
         """Every index that is not cached, in ascending order."""
@@ -248,12 +248,15 @@ class Reader:
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    def find(self, indices: Sequence[int]) -> Rows | None:
+    def find(self, indices: Sequence[int] | torch.Tensor) -> Rows | None:
         """The rows of samples that are all cached and share a schema.
 
         Returns:
             ``None`` if some are not cached, are of different schemas, or are not indices ``0 <= i < length``.
         """
+        places = self._places
+        if places.only is not None and isinstance(indices, torch.Tensor):
+            return Rows(places.only, indices)  # the gather checks them
         try:
             array = np.asarray(indices)
         except (TypeError, ValueError, OverflowError):
@@ -261,7 +264,7 @@ class Reader:
         # As unsigned numbers the negative ones are large: one comparison for both ends.
         if array.dtype != np.int64 or array.ndim != 1 or not len(array) or array.view(np.uint64).max() >= self._length:
             return None
-        wanted, places = torch.from_numpy(array), self._places
+        wanted = torch.from_numpy(array)
         if places.only is not None:
             return Rows(places.only, wanted)
         assert places.schema_of is not None and places.row_of is not None
@@ -321,13 +324,13 @@ class Reader:
         column = rows.table.schema.columns[c]
         shape, dtype = column.shape, column.torch_dtype
         assert shape is not None and dtype is not None
-        count = len(rows.rows)
+        count = rows.rows.numel()
         if math.prod(shape) == 0:
             return torch.empty((count, *shape), dtype=dtype)
         out = _new_shared((count, *shape), dtype).view(_WIDE[column.unit]) if shared else None
         if c in rows.table.dense:
             found = _select(rows.table.dense[c][1], rows.rows, out)
-            return found if found.dtype == dtype else found.view(dtype)
+            return found if dtype is found.dtype else found.view(dtype)
         offsets = rows.table.columns[c].index_select(0, rows.rows)
         try:
             found = _select(self._window(column), offsets, out)
@@ -338,7 +341,7 @@ class Reader:
                 found = _select(self._window(column), offsets, out)
             except IndexError as error:
                 raise CorruptStoreError(f"{self._path}: a sample lies outside the file") from error
-        return found if found.dtype == dtype else found.view(dtype)
+        return found if dtype is found.dtype else found.view(dtype)
 
     def _window(self, column: Column) -> torch.Tensor:
         """The map as a tensor whose row *r* is the value of this column that starts at unit *r* of the file."""
@@ -394,11 +397,13 @@ def _wide_shape(column: Column) -> tuple[int, ...]:
 
 def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """``index_select`` in calls that PyTorch does not spread over threads (see ``GRAIN_ELEMENTS``)."""
-    rows = max(1, GRAIN_ELEMENTS // math.prod(window.shape[1:]))
-    if len(offsets) <= rows or torch.get_num_threads() == 1:
+    count = offsets.numel()
+    elements = math.prod(window.shape[1:])
+    if count * elements < GRAIN_ELEMENTS or torch.get_num_threads() == 1:
         return torch.index_select(window, 0, offsets, out=out)
+    rows = max(1, GRAIN_ELEMENTS // elements)
     if out is None:
-        out = torch.empty((len(offsets), *window.shape[1:]), dtype=window.dtype)
+        out = torch.empty((count, *window.shape[1:]), dtype=window.dtype)
     parts = zip(out.split(rows), offsets.split(rows), strict=True)  # type: ignore[no-untyped-call]
     for part, where in parts:
         torch.index_select(window, 0, where, out=part)
