@@ -36,6 +36,7 @@ CLAIM_TIMEOUT_S = 60.0  # a live owner that publishes nothing for so long is tak
 FLUSH_AFTER_S = 0.1  # single samples wait at most so long for others to share their block
 FLUSH_SAMPLES, FLUSH_BYTES = 256, 8 << 20  # or until there are so many
 DISK_RESERVE = 0.05  # share of the disk that is left free
+LOOK_EVERY_BYTES = 1 << 20  # of growth of the store: how often to look at the disk
 POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
 PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owner lives, and how often
 
@@ -80,6 +81,7 @@ class Filler:
         self._last_seen: dict[bytes, float] = {}  # when an owner last published, as far as we know
         self._uncounted = Counters()  # reads whose samples were not published
         self._published = Counters()  # reads whose samples wait in the buffer
+        self._next_look = 0  # size of the store at which to look again how full the disk is
         self._refused = ""  # why nothing more is admitted
         self._unsaid = ""  # the warning about it, if the caller's thread has not given it yet
         _fillers.add(self)
@@ -233,14 +235,17 @@ class Filler:
 
     def _unpublished(self, samples: Flat) -> Flat:
         left = set(self._reader.missing(samples.indices))
+        self._release([index for index in samples.indices if index not in left])
         return samples.rows([row for row, index in enumerate(samples.indices) if index in left])
 
     def _admits(self, nbytes: int) -> bool:
         if self._max_bytes is not None and nbytes > self._max_bytes:
             self._refused = f"max_bytes={self._max_bytes} is reached"
-        disk = shutil.disk_usage(self._store.path)
-        if disk.free < DISK_RESERVE * disk.total:
-            self._refused = f"less than {DISK_RESERVE:.0%} of the disk is free"
+        if nbytes >= self._next_look:
+            self._next_look = nbytes + LOOK_EVERY_BYTES
+            disk = shutil.disk_usage(self._store.path)
+            if disk.free < DISK_RESERVE * disk.total:
+                self._refused = f"less than {DISK_RESERVE:.0%} of the disk is free"
         return not self._refused
 
     def _refuse(self, error: BaseException) -> None:

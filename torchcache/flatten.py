@@ -168,23 +168,18 @@ def _transpose(values: Sequence[Any], columns: list[Uniform | list[Leaf]], depth
 
 def _stack_tensors(values: Sequence[Any], columns: list[Uniform | list[Leaf]]) -> Spec | None:
     dtype = values[0].dtype
-    # What torch.stack would not tell apart: it promotes dtypes, and gives one order of dimensions to all.
-    shape, numel = values[0].shape, values[0].numel()
-    if dtype not in _NUMPY_DTYPES or numel == 0:
+    if dtype not in _NUMPY_DTYPES or values[0].ndim == 0:
         return None
-    if not all(x.dtype is dtype and x.shape == shape and x.is_contiguous() for x in values):
-        return None
-    stacked = torch.empty((len(values), *shape), dtype=dtype)
-    rows = max(1, GRAIN_ELEMENTS // max(numel, 1))
     try:
-        for first in range(0, len(values), rows):
-            torch.stack(list(values[first : first + rows]), out=stacked[first : first + rows])
-    except RuntimeError:  # of different layouts or devices, or nested
+        arrays = [x.numpy() for x in values]
+    except (RuntimeError, TypeError):  # sparse, nested, on a device, part of a graph, conjugate or negative views
         return None
-    if any(x.requires_grad for x in values):
+    first = arrays[0]
+    if len({(a.dtype, a.shape, a.strides) for a in arrays}) > 1 or not first.flags.c_contiguous or not first.size:
         return None
-    columns.append(Uniform(tuple(stacked.shape[1:]), stacked.view(len(values), -1).numpy().view(np.uint8)))
-    return ("tensor", DTYPE_NAMES[dtype], stacked.ndim - 1, (), 0)
+    # By NumPy, which does it in one thread (see GRAIN_ELEMENTS).
+    columns.append(Uniform(first.shape, np.concatenate(arrays).reshape(len(arrays), -1).view(np.uint8)))
+    return ("tensor", DTYPE_NAMES[dtype], first.ndim, (), 0)
 
 
 def detach_leaves(leaves: Sequence[Leaf]) -> list[Leaf]:

@@ -304,7 +304,8 @@ class Store:
         indices = np.frombuffer(bytes(record[_ENTRY.size :]), "<i8")
         if bytes(block[:HEAD_BYTES]) != head.pack() or len(block) != nbytes or len(indices) != count:
             raise CorruptStoreError(f"{self.path}: block {sequence} is not what the log says")
-        if count and (indices.min() < 0 or indices.max() >= self.identity.length):
+        # As unsigned numbers the negative ones are large: one comparison for both ends.
+        if count and int(indices.view(np.uint64).max()) >= self.identity.length:
             raise CorruptStoreError(f"{self.path}: block {sequence} holds samples that the dataset does not have")
         offset = self._offset(txn, block)
         if offset < 0 or (offset + HEAD_BYTES) % blocks.COLUMN_ALIGN:
