@@ -227,6 +227,22 @@ def test_blocks_are_checked_after_a_restart_of_the_machine(
         check(CachedDataset(source))
 
 
+def test_damage_that_shows_while_training(cache_dir: Path, tmp_path: Path) -> None:
+    """A ragged sample whose record lies outside the file is read from the source, with a warning."""
+    source = Source(LENGTH, tmp_path / "reads", lambda i: torch.full((1 + i % 7,), i))
+    cached = filled(source, key="k")
+    offset = Store.open(cached.path).entries(0)[0].offset
+    with open(cached.path / "data.mdb", "r+b") as file:
+        file.seek(offset + 48)
+        file.write(b"\xff" * 8 * 64)
+    cached = CachedDataset(source, key="k")
+    with pytest.warns(CacheBypassWarning, match=r"is damaged.*read from the source") as caught:
+        assert_same([cached[i] for i in range(LENGTH)], [source.make(i) for i in range(LENGTH)])
+    assert len(caught) == 1
+    with pytest.raises(errors.CorruptStoreError):
+        list(CachedDataset.open(cached.path))
+
+
 # ---------------------------------------------------------------------------------------------- permissions and space
 
 

@@ -28,6 +28,7 @@ from torchcache.errors import (
 from torchcache.fingerprint import fingerprint
 from torchcache.guard import RandomnessGuard
 from torchcache.reader import Reader
+from torchcache.schema import Schema
 from torchcache.store import Counters, Identity, Store
 
 
@@ -291,8 +292,10 @@ class CachedDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         cache = self._cache
         if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
-            self._hits += 1
-            return cache.reader.sample(index, self._copy)
+            values = self._values(index, cache)
+            if values is not None:
+                self._hits += 1
+                return self._hit(*values)
         position = index if type(index) is int else _position(index)
         if position is None:
             return self._foreign(index)
@@ -371,13 +374,25 @@ class CachedDataset(Dataset[Any]):
         if index in samples:
             # Given away once: a second occurrence in the batch must be an object of its own.
             sample = samples.pop(index)
-        elif cache is not None and self._is_cached(index, cache):
-            self._hits += 1
-            return self._hit(cache, index)
         else:
+            values = self._values(index, cache)
+            if values is not None:
+                self._hits += 1
+                return self._hit(*values)
             self._misses += 1
             sample = self.dataset[wanted[index]]
         return sample if self.transform is None else self.transform(sample)
+
+    def _values(self, index: int, cache: _Cache | None) -> tuple[Schema, list[Any]] | None:
+        """The leaves of a sample from the store; ``None`` if they cannot be had, and the source must be asked."""
+        if cache is None or self._bypassed:
+            return None
+        try:
+            if self._is_cached(index, cache):
+                return cache.reader.values(index, self._copy)
+        except StoreError as error:
+            self._bypass(error)
+        return None
 
     def _is_cached(self, index: int, cache: _Cache) -> bool:
         if not cache.reader.holds(index) and index < cache.store.identity.length:
@@ -385,15 +400,12 @@ class CachedDataset(Dataset[Any]):
             cache.filler.refresh()
         return cache.reader.holds(index)
 
-    def _hit(self, cache: _Cache, index: int) -> Any:
+    def _hit(self, schema: Schema, values: list[Any]) -> Any:
         if self.transform is None:
-            return cache.reader.sample(index, self._copy)
-        if self._copy:
-            return self.transform(cache.reader.sample(index, True))
-        schema, values = cache.reader.values(index, False)
+            return schema.rebuild(values)
         result = self.transform(schema.rebuild(values))
         # A view is new, so its version counts the writes of the transform alone.
-        if any(isinstance(value, torch.Tensor) and value._version for value in values):
+        if not self._copy and any(isinstance(value, torch.Tensor) and value._version for value in values):
             raise InPlaceWriteError(
                 f"transform {_describe(self.transform)} wrote into the sample it was given, which with copy=False is "
                 f"a view of the cache: the next epoch would see it. Use copy=True, or clone the sample first"

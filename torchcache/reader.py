@@ -284,11 +284,6 @@ class Reader:
         table, row = self._places.place(index)
         return table.schema, [self.value(table, c, row, copy) for c in range(len(table.columns))]
 
-    def sample(self, index: int, copy: bool) -> Any:
-        """Makes a cached sample."""
-        schema, values = self.values(index, copy)
-        return schema.rebuild(values)
-
     def value(self, table: Table, c: int, row: int, copy: bool) -> Any:
         """Makes one leaf of a sample."""
         column = table.schema.columns[c]
@@ -302,13 +297,18 @@ class Reader:
                 record = self._record(column, offset)
                 offset, shape = offset + record[0], record[1:]
             nbytes = column.nbytes(shape)
+            if offset < 0:
+                raise CorruptStoreError(f"{self._path}: a sample lies before the file's beginning")
             return column.decode(self._mapped(offset + nbytes), offset, shape, copy)
         except (ValueError, TypeError, OverflowError, MemoryError) as error:
             raise CorruptStoreError(f"{self._path}: a sample at byte {offset} cannot be read ({error})") from error
 
     def _record(self, column: Column, offset: int) -> tuple[int, ...]:
         width = 1 + column.ndim
-        return struct.unpack_from(f"<{width}q", self._mapped(offset + 8 * width), offset)
+        record = struct.unpack_from(f"<{width}q", self._mapped(offset + 8 * width), offset)
+        if min(record) < 0:  # NumPy takes a dimension of -1 for "as many as there are"
+            raise CorruptStoreError(f"{self._path}: a record at byte {offset} is damaged")
+        return record
 
     def gather(self, rows: Rows, c: int, *, shared: bool = False) -> torch.Tensor:
         """Copies one fixed column of samples from the map into a new tensor, in one call.
