@@ -55,8 +55,11 @@ def test_somebody_elses_lmdb(cache_dir: Path, source: Source) -> None:
     shutil.rmtree(cached.path)
     with lmdb.open(str(cached.path)) as env, env.begin(write=True) as txn:
         txn.put(b"x", b"y")
-    with pytest.raises(errors.NotAStoreError, match="torchcache did not write"):
-        CachedDataset(source)
+    for make in (CachedDataset, lambda ds: CachedDataset.open(cached.path)):
+        with pytest.raises(errors.NotAStoreError, match="torchcache did not write"):
+            make(source)
+    with lmdb.open(str(cached.path)) as env, env.begin() as txn:
+        assert list(txn.cursor()) == [(b"x", b"y")]
 
 
 def test_a_folder_of_something_else(cache_dir: Path, source: Source) -> None:
@@ -104,6 +107,21 @@ def test_an_interrupted_creation_is_completed(cache_dir: Path, source: Source, s
 
 
 # ---------------------------------------------------------------------------------------------- damage
+
+
+def test_an_overwritten_beginning_is_damage(cache_dir: Path, source: Source) -> None:
+    cached = filled(source)
+    with open(cached.path / "data.mdb", "r+b") as file:
+        file.write(bytes(8192))
+    with pytest.warns(CacheBypassWarning, match=r"kept as .*damaged-.*cached anew"):
+        check(CachedDataset(source))
+
+
+def test_a_store_removed_while_it_is_used(cache_dir: Path, source: Source) -> None:
+    cached = CachedDataset(source)
+    list(DataLoader(cached, batch_size=50))
+    shutil.rmtree(cached.path)
+    check(cached)
 
 
 @pytest.mark.parametrize("size", [0.5, 0.9])
@@ -292,7 +310,8 @@ def test_read_only_mounts(cache_dir: Path, tmp_path: Path, source: Source) -> No
         check(CachedDataset(source))
         assert source.reads().total() == before
         half = CachedDataset(source, name="half")
-        check(half)
+        with pytest.warns(CacheBypassWarning, match=r"may only be read. 100 of 200 samples are cached"):
+            check(half)
         assert half.stats.hits == 200
         assert half.stats.samples_cached == 100
         with pytest.warns(CacheBypassWarning, match=r"cannot be used.*read from the source"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchcache.errors import CorruptStoreError
+from torchcache.errors import CorruptStoreError, UnsupportedSampleError
 from torchcache.flatten import Flat, Leaf, Uniform
 from torchcache.schema import Column, Schema
 
@@ -101,6 +101,8 @@ def encode(schema: Schema, schema_id: int, samples: Flat, min_bytes: int = 0) ->
             fixed.append(values.data)
         else:
             fixed.extend([data for _, data in values])
+            if any(len(data) != column.stride for _, data in values):
+                raise UnsupportedSampleError(f"a {column.kind} leaf has another size than its dtype and shape say")
         fixed.append(bytes(-count * column.stride % COLUMN_ALIGN))
     block = bytearray().join([*fixed, *ragged, bytes(max(0, min_bytes - end))])
     head = BlockHead(os.urandom(ID_BYTES), schema_id, count, len(block), 0)

@@ -72,7 +72,12 @@ def _collate_marked(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 default_collate_fn_map[Batch] = _collate_marked
 default_collate_fn_map[BatchColumn] = _collate_marked
-_known_map = dict(default_collate_fn_map)
+# PyTorch's own functions and ours: what the user registered, before or after, must see the user's samples.
+_known_map = {
+    key: function
+    for key, function in default_collate_fn_map.items()
+    if function.__module__ in (collate.__module__, __name__)
+}
 
 
 def feeds_default_collate(caller: FrameType) -> bool:
@@ -87,7 +92,6 @@ def feeds_default_collate(caller: FrameType) -> bool:
         frame = frame.f_back
     if frame is None or frame.f_code is not _FETCH_CODE:
         return False
-    # A collate function that the user has registered for a type of theirs must see their samples.
     return frame.f_locals["self"].collate_fn is default_collate and default_collate_fn_map == _known_map
 
 

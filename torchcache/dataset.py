@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
@@ -21,6 +22,7 @@ from torchcache.errors import (
     CacheBypassWarning,
     CorruptStoreError,
     InPlaceWriteError,
+    NotAStoreError,
     StoreError,
     StoreUnavailableError,
     UnsupportedSampleError,
@@ -119,8 +121,9 @@ class CachedDataset(Dataset[Any]):
         )
         self._path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, self._identity.key)
         self._reset()
-        if (self._path / environment.DATA_FILE).exists() or self._path.is_file():
-            self._connect()  # a folder that is something else is refused now, not in mid-epoch
+        folder.refuse_foreign(self._path)  # a folder that is something else is refused now, not in mid-epoch
+        if (self._path / environment.DATA_FILE).exists():
+            self._connect()
 
     @classmethod
     def open(
@@ -140,7 +143,7 @@ class CachedDataset(Dataset[Any]):
         self.dataset, self.transform = None, transform
         self._copy, self._max_bytes, self._identity = copy, None, None
         self._guard = RandomnessGuard("allow")
-        self._path = Path(os.fsdecode(path))
+        self._path = Path(os.fsdecode(path)).absolute()
         self._reset()
         cache = self._connect()
         assert cache is not None
@@ -162,11 +165,12 @@ class CachedDataset(Dataset[Any]):
         """Opens the store, or makes it; ``None`` if that cannot be, which has been said then."""
         with store.registry_lock:
             if self._cache is None and not self._bypassed:
-                inode = folder.inode(self._path)
+                inode, was_ours = folder.inode(self._path), (self._path / folder.GUARD_FILE).exists()
                 try:
                     self._cache = self._open_cache()
-                except CorruptStoreError as error:
-                    if self._identity is None:
+                except (CorruptStoreError, NotAStoreError) as error:
+                    # With store.lock beside it, a file that is no store was one: its beginning is overwritten.
+                    if self._identity is None or not (was_ours or isinstance(error, CorruptStoreError)):
                         raise
                     self._set_aside(inode, error)
                 except StoreUnavailableError as error:
@@ -184,7 +188,7 @@ class CachedDataset(Dataset[Any]):
             filler.seal()
         return _Cache(opened, reader, filler)
 
-    def _set_aside(self, inode: int, error: CorruptStoreError) -> None:
+    def _set_aside(self, inode: int, error: StoreError) -> None:
         """Renames a damaged store and begins a new one."""
         try:
             aside = store.set_aside(self._path, inode)
@@ -265,7 +269,7 @@ class CachedDataset(Dataset[Any]):
     def _fill_batch(self, wait: bool, indices: list[int]) -> int:
         cache = self._connect()
         if cache is not None and cache.filler.admitting:
-            cache.filler.fetch({i: i for i in indices}, wait=wait)
+            cache.filler.fetch(indices, wait=wait)
         return len(indices)
 
     def close(self) -> None:
@@ -299,7 +303,7 @@ class CachedDataset(Dataset[Any]):
         position = index if type(index) is int else _position(index)
         if position is None:
             return self._foreign(index)
-        return self._samples([position], [index], single=True)[0]
+        return self._samples([position], single=True)[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples of a batch; what a ``DataLoader`` calls."""
@@ -310,11 +314,11 @@ class CachedDataset(Dataset[Any]):
                 self._hits += len(indices)
                 return collate.batch_of(cache.reader, rows)
         if set(map(type, indices)) == {int}:
-            return self._samples(indices, indices)
+            return self._samples(indices)
         positions = [_position(index) for index in indices]
         if None in positions:
             return [self[index] for index in indices]
-        return self._samples(positions, indices)
+        return self._samples(positions)
 
     def _foreign(self, index: Any) -> Any:
         """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
@@ -326,32 +330,31 @@ class CachedDataset(Dataset[Any]):
             raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
         return self.dataset[index]
 
-    def _samples(self, positions: Sequence[Any], given: Sequence[Any], single: bool = False) -> list[Any]:
+    def _samples(self, positions: Sequence[Any], single: bool = False) -> list[Any]:
         """Samples as the dataset gives them, with ``transform`` applied.
 
         Args:
-            positions: the indices as Python ints, maybe negative.
-            given: the indices as they came: what the source is asked for.
+            positions: the indices as Python ints, maybe negative. The source is asked for ``0 <= i < length``: what
+                it gives is kept for everybody who asks for that sample, whatever form their index has.
             single: one at a time; then they are published later, together with others.
         """
         length = len(self)
         order = positions
         if not positions or min(positions) < 0 or max(positions) >= length:
             order = [_counted_from_start(position, length) for position in positions]
-        wanted: dict[int, Any] = dict(zip(order, given, strict=True))
-        samples, cache = self._fetch(wanted, single)
+        samples, cache = self._fetch(list(dict.fromkeys(order)), single)
         if self.transform is None and len(samples) == len(order):
             return [samples[index] for index in order]
-        return [self._finished(index, samples, cache, wanted) for index in order]
+        return [self._finished(index, samples, cache) for index in order]
 
-    def _fetch(self, wanted: dict[int, Any], single: bool) -> tuple[dict[int, Any], _Cache | None]:
+    def _fetch(self, wanted: list[int], single: bool) -> tuple[dict[int, Any], _Cache | None]:
         """Gets what is not cached: from the source, or by waiting until somebody else has."""
         cache = self._cache or self._connect()
         if cache is None:
             return {}, None
         known, length = wanted, cache.store.identity.length
         if len(self) > length:  # samples that the dataset has got since are not cached
-            known = {i: given for i, given in wanted.items() if i < length}
+            known = [i for i in wanted if i < length]
         with self._discarded_if_empty():
             samples = cache.filler.fetch(known, buffered=single)
         self._misses += len(samples)
@@ -366,10 +369,12 @@ class CachedDataset(Dataset[Any]):
             cache = self._cache
             self.close()
             if cache is not None:
-                store.destroy_if_empty(cache.store)
+                # Best effort: others may be using it, or doing the same. The error is what the caller must see.
+                with contextlib.suppress(StoreError, OSError):
+                    store.destroy_if_empty(cache.store)
             raise
 
-    def _finished(self, index: int, samples: dict[int, Any], cache: _Cache | None, wanted: dict[int, Any]) -> Any:
+    def _finished(self, index: int, samples: dict[int, Any], cache: _Cache | None) -> Any:
         """One sample: what the source has just given, else from the store, else from the source; transformed."""
         if index in samples:
             # Given away once: a second occurrence in the batch must be an object of its own.
@@ -380,7 +385,7 @@ class CachedDataset(Dataset[Any]):
                 self._hits += 1
                 return self._hit(*values)
             self._misses += 1
-            sample = self.dataset[wanted[index]]
+            sample = self.dataset[index]
         return sample if self.transform is None else self.transform(sample)
 
     def _values(self, index: int, cache: _Cache | None) -> tuple[Schema, list[Any]] | None:
@@ -423,7 +428,7 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state["_cache"] = None
+        state.update(_cache=None, _hits=0, _misses=0)
         return state
 
     def __repr__(self) -> str:
@@ -468,7 +473,13 @@ def _counted_from_start(position: int, length: int) -> int:
 
 
 def _position(index: Any) -> int | None:
-    """An index as a Python int, or ``None`` if it is something else."""
+    """An index as a Python int, or ``None`` if it is something else.
+
+    A bool is something else, and so is a tensor with a dimension: a dataset may well give them another sample than
+    the plain number, which must not be cached under it.
+    """
+    if isinstance(index, bool) or (isinstance(index, (np.ndarray, torch.Tensor)) and index.ndim):
+        return None
     try:
         return operator.index(index)
     except TypeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -51,6 +52,25 @@ def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
             raise
         return env
     raise StoreUnavailableError(f"{data} cannot be mapped: not enough address space (ulimit -v)") from last_error
+
+
+def open_databases(env: Environment, create: bool) -> dict[bytes, Any]:
+    """The named databases of a store.
+
+    Args:
+        env: the environment, open for writing.
+        create: make those that are missing; otherwise the file is left as it is.
+
+    Raises:
+        NotAStoreError: if some are missing.
+    """
+    try:
+        with env.begin(write=True) as txn:
+            return {name: env.open_db(name, txn=txn, create=create) for name in DATABASES}
+    except lmdb.NotFoundError as error:
+        raise NotAStoreError(
+            f"{env.path()} holds an LMDB file that torchcache did not write; choose another folder"
+        ) from error
 
 
 def _check_extent(env: lmdb.Environment, data: Path) -> None:

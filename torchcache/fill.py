@@ -88,15 +88,15 @@ class Filler:
 
     @property
     def admitting(self) -> bool:
-        return not self._refused
+        return not self._refused and self._store.writable
 
     # -- reading through the source ----------------------------------------------------------------------
 
-    def fetch(self, wanted: Mapping[int, Any], *, buffered: bool = False, wait: bool = True) -> dict[int, Any]:
+    def fetch(self, wanted: Sequence[int], *, buffered: bool = False, wait: bool = True) -> dict[int, Any]:
         """Gets samples into the store, or at least from the source.
 
         Args:
-            wanted: what to give the source for each index: the index as the caller gave it.
+            wanted: the indices, each once.
             buffered: publish later, together with others (single samples), instead of at once.
             wait: wait for what others have claimed; otherwise leave it.
 
@@ -111,11 +111,14 @@ class Filler:
         waiting = _Waiting(self)
         while True:
             self._say()
-            remaining = self._reader.missing([i for i in wanted if i not in samples] if samples else list(wanted))
+            remaining = self._reader.missing([i for i in wanted if i not in samples])
             if not remaining:
                 return samples
-            if not self.admitting or not self._store.writable:
-                samples.update(self._bypass(remaining, wanted))
+            if not self._store.writable and not self._refused:
+                self._refuse(StoreUnavailableError("it may only be read"))
+                continue
+            if not self.admitting:
+                samples.update(self._bypass(remaining))
                 return samples
             granted: list[int] = []
             try:
@@ -129,7 +132,7 @@ class Filler:
             except StoreError as error:
                 self._refuse(error)
             if granted:
-                samples.update(self._fill(granted, wanted, buffered))
+                samples.update(self._fill(granted, buffered))
                 if len(samples) == len(wanted):
                     return samples
 
@@ -156,20 +159,20 @@ class Filler:
         for entry in entries:
             self._last_seen[entry.owner] = now
 
-    def _bypass(self, indices: Sequence[int], wanted: Mapping[int, Any]) -> dict[int, Any]:
-        samples, seconds, error = self._read(indices, wanted)
+    def _bypass(self, indices: Sequence[int]) -> dict[int, Any]:
+        samples, seconds, error = self._read(indices)
         with self._lock:
             self._uncounted += Counters(source_reads=len(samples), source_seconds=seconds)
         if error is not None:
             raise error
         return samples
 
-    def _fill(self, indices: list[int], wanted: Mapping[int, Any], buffered: bool) -> dict[int, Any]:
+    def _fill(self, indices: list[int], buffered: bool) -> dict[int, Any]:
         """Reads what we have claimed, and publishes it; gives back what could not be read."""
         kept = False
         samples: dict[int, Any] = {}
         try:
-            samples, seconds, error = self._read(indices, wanted)
+            samples, seconds, error = self._read(indices)
             reads = Counters(source_reads=len(samples), source_seconds=seconds)
             if buffered:
                 self._put_off(samples, reads)
@@ -182,9 +185,7 @@ class Filler:
             raise error
         return samples
 
-    def _read(
-        self, indices: Sequence[int], wanted: Mapping[int, Any]
-    ) -> tuple[dict[int, Any], float, BaseException | None]:
+    def _read(self, indices: Sequence[int]) -> tuple[dict[int, Any], float, BaseException | None]:
         """Reads from the source until it raises; returns the samples, the seconds, and the error."""
         samples: dict[int, Any] = {}
         batched = getattr(self._dataset, "__getitems__", None)
@@ -192,13 +193,13 @@ class Filler:
         try:
             with self._guard.watch(self._dataset, len(indices)):
                 if batched and len(indices) > 1:
-                    found = list(batched([wanted[i] for i in indices]))
+                    found = list(batched(list(indices)))
                     if len(found) != len(indices):
                         raise ValueError(f"__getitems__ was asked for {len(indices)} samples and gave {len(found)}")
                     samples = dict(zip(indices, found, strict=True))
                 else:
                     for index in indices:
-                        samples[index] = self._dataset[wanted[index]]
+                        samples[index] = self._dataset[index]
         except BaseException as error:  # whatever it is, it is raised again once the claims are in order
             if not isinstance(error, Exception) or isinstance(error, RandomSampleError):
                 samples = {}
@@ -418,25 +419,21 @@ class _Flusher:
     """A thread that publishes the single samples of the last 100 ms, and ends. It is stopped before a fork."""
 
     def __init__(self, filler: Filler) -> None:
-        self._filler = weakref.ref(filler)
+        self._filler = filler  # not a weak reference: what waits is published even if the dataset is dropped
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchcache-flush", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.wait(FLUSH_AFTER_S):
-            filler = self._filler()
-            if filler is None:
-                return
             # Not while a fork or a close holds the lock and waits for this thread.
-            if filler._lock.acquire(blocking=False):
+            if self._filler._lock.acquire(blocking=False):
                 try:
-                    filler.flush()
-                    filler._flusher = None
+                    self._filler._flusher = None
+                    self._filler.flush()
                     return
                 finally:
-                    filler._lock.release()
-            del filler
+                    self._filler._lock.release()
 
     def stop(self) -> None:
         self._stop.set()

@@ -28,6 +28,8 @@ Leaf = tuple[Dims, Any]  # (shape, bytes-like of one dimension)
 GRAIN_ELEMENTS = 32_768
 MAX_DEPTH = 100  # levels of nesting; deeper is a sample that contains itself, or a hostile file
 
+MAX_CHILDREN = 1024  # items of one container: each becomes a column of its own
+
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # Quantized tensors carry scales beside their bytes, and the bits types cannot be looked into; neither is storable.
@@ -263,7 +265,7 @@ def _array_bytes(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _flatten_numpy_scalar(x: np.generic, leaves: list[Leaf], depth: int) -> Spec:
     if x.dtype.hasobject:
         raise UnsupportedSampleError(f"a NumPy scalar of dtype {x.dtype} (a Python object) cannot be stored")
-    leaves.append(((), x.tobytes()))
+    leaves.append(((), x.tobytes()[: x.dtype.itemsize]))  # an empty string has no bytes, and gives some
     return ("npscalar", _descr(x.dtype))
 
 
@@ -314,6 +316,8 @@ def _flatten_constant(kind: str) -> Callable[[Any, list[Leaf], int], Spec]:
 def _flatten_children(values: Any, leaves: list[Leaf], depth: int) -> Spec:
     if depth >= MAX_DEPTH:
         raise UnsupportedSampleError(f"nested more than {MAX_DEPTH} levels deep, or contains itself")
+    if len(values) > MAX_CHILDREN:
+        raise UnsupportedSampleError(f"a container of {len(values)} items is too long; make it a tensor or an array")
     return tuple([_flatten(value, leaves, depth + 1) for value in values])
 
 

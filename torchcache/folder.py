@@ -23,14 +23,14 @@ def make(path: Path) -> None:
         NotAStoreError: if the folder holds files that are not a store's, or is a file.
         StoreUnavailableError: if it cannot be made.
     """
-    _refuse_foreign(path)
+    refuse_foreign(path)
     try:
         path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise StoreUnavailableError(f"the folder {path} cannot be made: {error}") from error
 
 
-def _refuse_foreign(path: Path) -> None:
+def refuse_foreign(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_dir():

@@ -18,7 +18,7 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
     chosen = os.environ.get(CACHE_DIR_VARIABLE) if cache_dir is None else cache_dir
     if not chosen:
         return Path(platformdirs.user_cache_dir("torchcache"))
-    return Path(os.fsdecode(chosen)).expanduser()
+    return Path(os.fsdecode(chosen)).expanduser().absolute()  # the job may change its folder
 
 
 def store_name(name: str, key: str) -> str:

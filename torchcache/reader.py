@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, BlockHead, column_starts
-from torchcache.errors import CorruptStoreError, StoreUnavailableError
+from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.flatten import GRAIN_ELEMENTS
 from torchcache.schema import Column, Schema
 from torchcache.store import LogEntry, Seal
@@ -122,7 +123,7 @@ class Reader:
         self.sequence = 0  # the log is known up to this number
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
-        self._inode: tuple[int, int] | None = None
+        self._fd: int | None = None
         self._windows: dict[Column, torch.Tensor] = {}
         self._places = _Places([], torch.full((length,), -1, dtype=torch.int32), torch.zeros(length, dtype=torch.int64))
 
@@ -167,21 +168,23 @@ class Reader:
         tables, schema_of, row_of = self._places.tables, self._places.schema_of, self._places.row_of
         assert schema_of is not None and row_of is not None and self.complete
         members = [torch.nonzero(schema_of == i)[:, 0] for i in range(len(tables))]
-        parts: list[bytes] = [bytes(HEAD_BYTES), _INDEX.pack(self._length, len(tables))]
-        parts.append(np.asarray([len(m) for m in members], "<i8").tobytes())
+        arrays: list[np.ndarray[Any, Any]] = []
         if sum(len(m) > 0 for m in members) > 1:
             # Rows are numbered anew, in the order of the samples.
             rank = torch.empty(self._length, dtype=torch.int64)
             for member in members:
                 rank[member] = torch.arange(len(member))
-            parts += [_pad(parts), schema_of.numpy().astype("<i4").tobytes()]
-            parts += [_pad(parts), rank.numpy().astype("<i8").tobytes()]
+            arrays += [schema_of.numpy().astype("<i4"), rank.numpy().astype("<i8")]
         for table, member in zip(tables, members, strict=True):
             rows = Rows(table, row_of[member])
             for c, column in enumerate(table.schema.columns if len(member) else ()):
                 places = self.gather(rows, c) if _is_dense(column) else table.columns[c][rows.rows]
-                parts += [_pad(parts), places.view(torch.uint8).numpy().tobytes()]
-        body = b"".join(parts[1:])
+                arrays.append(places.view(torch.uint8).numpy())
+        body = bytearray(_INDEX.pack(self._length, len(tables)))
+        body += np.asarray([len(m) for m in members], "<i8").tobytes()
+        for array in arrays:
+            body += bytes(_padded(HEAD_BYTES + len(body)) - HEAD_BYTES - len(body)) + array.tobytes()
+        body += bytes(max(0, mmap.PAGESIZE - len(body)))  # long enough that LMDB gives it pages of its own
         head = BlockHead(os.urandom(16), len(tables), self._length & 0xFFFFFFFF, HEAD_BYTES + len(body), 0)
         head = BlockHead(head.block_id, head.schema_id, head.count, head.nbytes, head.checksum_of(body))
         return bytearray(head.pack() + body)
@@ -255,10 +258,8 @@ class Reader:
             ``None`` if some are not cached, are of different schemas, or are not indices ``0 <= i < length``.
         """
         places = self._places
-        if places.only is not None and isinstance(indices, torch.Tensor):
-            return Rows(places.only, indices)  # the gather checks them
         try:
-            array = np.asarray(indices)
+            array = indices.numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
         except (TypeError, ValueError, OverflowError):
             return None
         # As unsigned numbers the negative ones are large: one comparison for both ends.
@@ -300,7 +301,7 @@ class Reader:
             if offset < 0:
                 raise CorruptStoreError(f"{self._path}: a sample lies before the file's beginning")
             return column.decode(self._mapped(offset + nbytes), offset, shape, copy)
-        except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, struct.error) as error:
             raise CorruptStoreError(f"{self._path}: a sample at byte {offset} cannot be read ({error})") from error
 
     def _record(self, column: Column, offset: int) -> tuple[int, ...]:
@@ -365,19 +366,21 @@ class Reader:
         return self.map
 
     def _map_to(self, end: int) -> None:
-        with open(self._path, "rb") as file:
-            status = os.fstat(file.fileno())
-            size, inode = status.st_size, (status.st_dev, status.st_ino)
-            if self._inode not in (None, inode):
-                raise StoreUnavailableError(f"{self._path} was replaced while it was in use")
+        try:
+            if self._fd is None:
+                # Kept open: the folder may be renamed or removed, and another take its place.
+                self._fd = os.open(self._path, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._fd)
+            size = os.fstat(self._fd).st_size
             if not 0 <= end <= size:
                 raise CorruptStoreError(f"{self._path}: a value ends at byte {end} of a file of {size} bytes")
-            try:
-                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-                self.map = mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            except (OSError, ValueError) as error:
-                raise StoreUnavailableError(f"{self._path} of {size} bytes cannot be mapped: {error}") from error
-        self._inode, self._windows = inode, {}
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+            self.map = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except StoreError:
+            raise
+        except (OSError, ValueError) as error:
+            raise StoreUnavailableError(f"{self._path} cannot be mapped: {error}") from error
+        self._windows = {}
 
 
 def _is_dense(column: Column) -> bool:
@@ -425,8 +428,3 @@ def _check_rows(schema_of: torch.Tensor, row_of: torch.Tensor, counts: list[int]
 
 def _padded(position: int) -> int:
     return -(-(position - HEAD_BYTES) // COLUMN_ALIGN) * COLUMN_ALIGN + HEAD_BYTES
-
-
-def _pad(parts: Sequence[bytes]) -> bytes:
-    position = sum(len(part) for part in parts)
-    return bytes(_padded(position) - position)

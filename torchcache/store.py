@@ -205,6 +205,8 @@ class Store:
         self._read_schemas(txn)
 
     def _initialise(self, identity: Identity) -> None:
+        with self.lock, translated(self.path):
+            self._environment(create=True)
         with self._write() as txn:
             meta = self._dbs[b"meta"]
             txn.put(b"identity", json.dumps(asdict(identity)).encode(), db=meta)
@@ -231,11 +233,14 @@ class Store:
                 self._env = None
                 self._dbs = {}
 
-    def _environment(self) -> Environment:
+    def _environment(self, create: bool = False) -> Environment:
         if self._env is None:
             env = environment.open_environment(self.path)
-            with env.begin(write=True) as txn:
-                self._dbs = {name: env.open_db(name, txn=txn) for name in DATABASES}
+            try:
+                self._dbs = environment.open_databases(env, create=create)
+            except BaseException:
+                env.close()
+                raise
             self._env, self._base = env, 0
         return self._env
 
@@ -533,7 +538,10 @@ def destroy(path: Path) -> None:
         opened = _open_stores.pop(os.path.realpath(path), None)
         if opened is not None:
             opened.close()
-        shutil.rmtree(path)
+        # Under another name first, so that nobody meets half a store or adds to it meanwhile.
+        doomed = path.with_name(f"{path.name}.removed-{os.urandom(4).hex()}")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def destroy_if_empty(store: Store) -> bool:
