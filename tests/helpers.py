@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 def image_and_label(index: int) -> tuple[torch.Tensor, int]:
     """A sample that differs for every index and is the same in every process."""
-    return torch.arange(index, index + 48, dtype=torch.float32).reshape(3, 4, 4), index % 10
+    return torch.arange(index, index + 48, dtype=torch.float32, device="cpu").reshape(3, 4, 4), index % 10
 
 
 class Source(Dataset[Any]):

@@ -202,6 +202,24 @@ def test_every_form_of_an_index_gives_the_same_sample(cache_dir: Path, tmp_path:
         assert next(iter(loader))[1].tolist() == [0, 4]
 
 
+def test_another_default_device(cache_dir: Path, source: Source) -> None:
+    """As under ``torch.set_default_device("cuda")``: what the cache makes for itself stays on the CPU."""
+    torch.set_default_device("meta")
+    try:
+        cached = CachedDataset(source, key="k")
+        for _ in range(2):
+            for first in range(0, LENGTH, 50):
+                assert_same(
+                    cached.__getitems__(list(range(first, first + 50))),
+                    [image_and_label(i) for i in range(first, first + 50)],
+                )
+            assert cached.complete
+            cached.close()
+        assert_same(cached[150], image_and_label(150))
+    finally:
+        torch.set_default_device(None)
+
+
 def test_the_job_may_change_its_folder(tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -41,7 +41,9 @@ def fill_ahead(
         total: samples of the whole dataset.
     """
     # A generator of its own: making a loader draws a seed, and filling must not change what training draws.
-    loader = DataLoader(_Batches(read, indices), batch_size=None, num_workers=num_workers, generator=torch.Generator())
+    loader = DataLoader(
+        _Batches(read, indices), batch_size=None, num_workers=num_workers, generator=torch.Generator("cpu")
+    )
     done = total - len(indices)
     with tqdm(total=total, initial=done, unit=" samples", disable=None if progress else True) as bar:
         for count in loader:

@@ -92,7 +92,10 @@ def feeds_default_collate(caller: FrameType) -> bool:
         frame = frame.f_back
     if frame is None or frame.f_code is not _FETCH_CODE:
         return False
-    return frame.f_locals["self"].collate_fn is default_collate and default_collate_fn_map == _known_map
+    if frame.f_locals["self"].collate_fn is not default_collate or default_collate_fn_map != _known_map:
+        return False
+    # Numbers become tensors on the default device.
+    return torch.get_default_device().type == "cpu"
 
 
 def batch_of(reader: Reader, rows: Rows) -> list[Any]:
@@ -135,7 +138,10 @@ def _gathers(column: Column) -> bool:
         return False
     if column.kind == "npscalar":
         scalar: Any = np.zeros((), column.numpy_dtype)[()]
-        return isinstance(scalar, (np.bool_, np.number)) and torch.as_tensor([scalar]).dtype == column.torch_dtype
+        return (
+            isinstance(scalar, (np.bool_, np.number))
+            and torch.as_tensor([scalar], device="cpu").dtype == column.torch_dtype
+        )
     return column.kind in ("tensor", "ndarray", "int", "float", "bool") and _stacks(column.torch_dtype)
 
 
@@ -143,7 +149,7 @@ def _gathers(column: Column) -> bool:
 def _stacks(dtype: torch.dtype) -> bool:
     """Whether ``default_collate`` can stack tensors of this dtype; some of the small floats PyTorch only stores."""
     try:
-        torch.stack([torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)] * 2)
+        torch.stack([torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)] * 2)
     except (RuntimeError, NotImplementedError):
         return False
     return True

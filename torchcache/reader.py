@@ -30,7 +30,8 @@ from torchcache.store import LogEntry, Seal
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
 _FIRST_ROWS = 1024
-_NO_OFFSETS = torch.empty(0, dtype=torch.int64)
+_CPU = torch.device("cpu")  # said each time: the user may have set another default
+_NO_OFFSETS = torch.empty(0, dtype=torch.int64, device=_CPU)
 DENSE_BYTES = 8  # the size of an offset
 _INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
 # Copied bits are bits: which dtype carries them does not matter, only how many bytes it has.
@@ -51,7 +52,7 @@ class Table:
 
     def __init__(self, schema: Schema, columns: list[torch.Tensor] | None = None, count: int = 0) -> None:
         self.schema = schema
-        self.columns = columns or [torch.empty(_FIRST_ROWS, dtype=torch.int64) for _ in schema.columns]
+        self.columns = columns or [torch.empty(_FIRST_ROWS, dtype=torch.int64, device=_CPU) for _ in schema.columns]
         self.count = count
         self.dense: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -60,7 +61,9 @@ class Table:
         first, last = self.count, self.count + entry.head.count
         if self.columns and last > len(self.columns[0]):
             # Replaced, not resized: another thread may be reading the old ones.
-            self.columns = [torch.cat((c[:first], torch.empty(last, dtype=torch.int64))) for c in self.columns]
+            self.columns = [
+                torch.cat((c[:first], torch.empty(last, dtype=torch.int64, device=_CPU))) for c in self.columns
+            ]
         for known, (start, unit, steps) in zip(self.columns, _steps(self.schema, entry.head.count), strict=True):
             np.add(steps, (entry.offset + start) // unit, out=known.numpy()[first:last])
         self.count = last
@@ -125,7 +128,11 @@ class Reader:
         self.map: mmap.mmap | None = None
         self._fd: int | None = None
         self._windows: dict[Column, torch.Tensor] = {}
-        self._places = _Places([], torch.full((length,), -1, dtype=torch.int32), torch.zeros(length, dtype=torch.int64))
+        self._places = _Places(
+            [],
+            torch.full((length,), -1, dtype=torch.int32, device=_CPU),
+            torch.zeros(length, dtype=torch.int64, device=_CPU),
+        )
 
     # -- the log and the index ---------------------------------------------------------------------------
 
@@ -171,9 +178,9 @@ class Reader:
         arrays: list[np.ndarray[Any, Any]] = []
         if sum(len(m) > 0 for m in members) > 1:
             # Rows are numbered anew, in the order of the samples.
-            rank = torch.empty(self._length, dtype=torch.int64)
+            rank = torch.empty(self._length, dtype=torch.int64, device=_CPU)
             for member in members:
-                rank[member] = torch.arange(len(member))
+                rank[member] = torch.arange(len(member), device=_CPU)
             arrays += [schema_of.numpy().astype("<i4"), rank.numpy().astype("<i8")]
         for table, member in zip(tables, members, strict=True):
             rows = Rows(table, row_of[member])
@@ -327,7 +334,7 @@ class Reader:
         assert shape is not None and dtype is not None
         count = rows.rows.numel()
         if math.prod(shape) == 0:
-            return torch.empty((count, *shape), dtype=dtype)
+            return torch.empty((count, *shape), dtype=dtype, device=_CPU)
         out = _new_shared((count, *shape), dtype).view(_WIDE[column.unit]) if shared else None
         if c in rows.table.dense:
             found = _select(rows.table.dense[c][1], rows.rows, out)
@@ -406,7 +413,7 @@ def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | Non
         return torch.index_select(window, 0, offsets, out=out)
     rows = max(1, GRAIN_ELEMENTS // elements)
     if out is None:
-        out = torch.empty((count, *window.shape[1:]), dtype=window.dtype)
+        out = torch.empty((count, *window.shape[1:]), dtype=window.dtype, device=_CPU)
     parts = zip(out.split(rows), offsets.split(rows), strict=True)  # type: ignore[no-untyped-call]
     for part, where in parts:
         torch.index_select(window, 0, where, out=part)
@@ -415,7 +422,7 @@ def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | Non
 
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)
+    return torch.empty(0, dtype=dtype, device=_CPU).set_(storage).resize_(shape)
 
 
 def _check_rows(schema_of: torch.Tensor, row_of: torch.Tensor, counts: list[int]) -> None:

@@ -125,7 +125,7 @@ class Column:
         else:
             nbytes = self.nbytes(shape)
             if nbytes == 0:  # NumPy's empty arrays have strides that torch does not reinterpret
-                return torch.empty(shape, dtype=self.torch_dtype, requires_grad=self.requires_grad)
+                return torch.empty(shape, dtype=self.torch_dtype, device="cpu", requires_grad=self.requires_grad)
             array: np.ndarray[Any, Any] = np.ndarray((nbytes,), np.uint8, buffer, offset)
             assert self.torch_dtype is not None
             flat = torch.from_numpy(array.copy() if copy else array).view(self.torch_dtype)
