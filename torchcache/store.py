@@ -546,7 +546,7 @@ def destroy(path: Path) -> None:
 
 def destroy_if_empty(store: Store) -> bool:
     """Removes the folder of a store into which nothing was published, and in which nobody has a claim."""
-    with folder.guard(store.path):
+    with registry_lock, folder.guard(store.path):  # in the order in which a store is opened
         with store._write() as txn:
             if any(txn.stat(store._dbs[name])["entries"] for name in (b"ids", b"claims")):
                 return False
