@@ -8,11 +8,12 @@ docs/format.md is the specification.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torchcache.schema import Column, Schema
 ID_BYTES = 16  # a random name for each block, by which it is found in the mapped file
 HEAD_BYTES = 48
 COLUMN_ALIGN = 64  # bytes; a cache line, and the widest vector load
-MAX_BLOCK_BYTES = 0xFFFF_0000  # LMDB's limit on one value is 4 GiB - 1
+PAGE_BYTES = mmap.PAGESIZE  # from this length on LMDB gives a value pages of its own, where it never moves
 
 _HEAD = struct.Struct("<16sIIQIIQ")  # id, schema, count, nbytes, checksum, 0, 0
 assert _HEAD.size == HEAD_BYTES
@@ -59,6 +60,12 @@ class BlockHead:
             raise CorruptStoreError(f"a block of {len(block)} bytes is shorter than its head")
         block_id, schema_id, count, nbytes, checksum, _, _ = _HEAD.unpack_from(block)
         return cls(block_id, schema_id, count, nbytes, checksum)
+
+    @classmethod
+    def of(cls, schema_id: int, count: int, body: Any) -> BlockHead:
+        """The head, with a new random id, to put in front of ``body``."""
+        head = cls(os.urandom(ID_BYTES), schema_id, count, HEAD_BYTES + len(body), 0)
+        return replace(head, checksum=head.checksum_of(body))
 
     def pack(self) -> bytes:
         return _HEAD.pack(self.block_id, self.schema_id, self.count, self.nbytes, self.checksum, 0, 0)
@@ -105,9 +112,7 @@ def encode(schema: Schema, schema_id: int, samples: Flat, min_bytes: int = 0) ->
                 raise UnsupportedSampleError(f"a {column.kind} leaf has another size than its dtype and shape say")
         fixed.append(bytes(-count * column.stride % COLUMN_ALIGN))
     block = bytearray().join([*fixed, *ragged, bytes(max(0, min_bytes - end))])
-    head = BlockHead(os.urandom(ID_BYTES), schema_id, count, len(block), 0)
-    checksum = head.checksum_of(memoryview(block)[HEAD_BYTES:])
-    block[:HEAD_BYTES] = BlockHead(head.block_id, schema_id, count, len(block), checksum).pack()
+    block[:HEAD_BYTES] = BlockHead.of(schema_id, count, memoryview(block)[HEAD_BYTES:]).pack()
     return block
 
 

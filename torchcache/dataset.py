@@ -400,9 +400,12 @@ class CachedDataset(Dataset[Any]):
         return None
 
     def _is_cached(self, index: int, cache: _Cache) -> bool:
-        if not cache.reader.holds(index) and index < cache.store.identity.length:
-            cache.filler.flush()
-            cache.filler.refresh()
+        if cache.reader.holds(index):
+            return True
+        if index >= cache.store.identity.length:
+            return False
+        cache.filler.flush()
+        cache.filler.refresh()
         return cache.reader.holds(index)
 
     def _hit(self, schema: Schema, values: list[Any]) -> Any:

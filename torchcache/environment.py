@@ -54,23 +54,26 @@ def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
     raise StoreUnavailableError(f"{data} cannot be mapped: not enough address space (ulimit -v)") from last_error
 
 
-def open_databases(env: Environment, create: bool) -> dict[bytes, Any]:
+def foreign(path: Path | str) -> NotAStoreError:
+    """The error about an LMDB file that is somebody else's."""
+    return NotAStoreError(f"{path} holds an LMDB file that torchcache did not write; choose another folder")
+
+
+def open_databases(env: Environment, txn: Any, create: bool) -> dict[bytes, Any]:
     """The named databases of a store.
 
     Args:
-        env: the environment, open for writing.
+        env: the environment.
+        txn: a transaction of it.
         create: make those that are missing; otherwise the file is left as it is.
 
     Raises:
         NotAStoreError: if some are missing.
     """
     try:
-        with env.begin(write=True) as txn:
-            return {name: env.open_db(name, txn=txn, create=create) for name in DATABASES}
+        return {name: env.open_db(name, txn=txn, create=create) for name in DATABASES}
     except lmdb.NotFoundError as error:
-        raise NotAStoreError(
-            f"{env.path()} holds an LMDB file that torchcache did not write; choose another folder"
-        ) from error
+        raise foreign(env.path()) from error
 
 
 def _check_extent(env: lmdb.Environment, data: Path) -> None:

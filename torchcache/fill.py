@@ -3,7 +3,7 @@
 docs/fill.md is the specification. In short: a sample that is not cached is claimed in LMDB, read from the source and
 published in a block with others; what somebody else has claimed is waited for. Everything of ours is published before
 we wait, so that two processes cannot wait for each other. A dead owner's claims are taken over at once, a stopped
-one's after ``claim_timeout_s``. When the store cannot take more, the fill stops admitting and samples come from the
+one's after ``CLAIM_TIMEOUT_S``. When the store cannot take more, the fill stops admitting and samples come from the
 source.
 """
 
@@ -54,7 +54,6 @@ class Filler:
         dataset: the source.
         guard: watches the source for random draws.
         max_bytes: stop admitting when the store is this large; ``None``: no limit but the disk's reserve.
-        claim_timeout_s: how long a live owner may publish nothing; default ``CLAIM_TIMEOUT_S``.
     """
 
     def __init__(
@@ -65,14 +64,13 @@ class Filler:
         *,
         guard: RandomnessGuard,
         max_bytes: int | None = None,
-        claim_timeout_s: float | None = None,
     ) -> None:
         self._store = store
         self._reader = reader
         self._dataset = dataset
         self._guard = guard
         self._max_bytes = max_bytes
-        self._claim_timeout_s = CLAIM_TIMEOUT_S if claim_timeout_s is None else claim_timeout_s
+        self._owners = store.path / OWNERS
         self._lock = threading.RLock()
         self._buffer: dict[int, tuple[Spec, list[Leaf]]] = {}
         self._buffer_bytes = 0
@@ -80,7 +78,7 @@ class Filler:
         self._owner: Owner | None = None
         self._last_seen: dict[bytes, float] = {}  # when an owner last published, as far as we know
         self._uncounted = Counters()  # reads whose samples were not published
-        self._published = Counters()  # reads whose samples wait in the buffer
+        self._buffer_reads = Counters()  # reads whose samples wait in the buffer
         self._next_look = 0  # size of the store at which to look again how full the disk is
         self._refused = ""  # why nothing more is admitted
         self._unsaid = ""  # the warning about it, if the caller's thread has not given it yet
@@ -280,7 +278,7 @@ class Filler:
             logger.info("%s is complete and stays unsealed: %s", self._store.path, error)
             return
         self._reader.load_index(seal)
-        owners.sweep(self._store.path / OWNERS)
+        owners.sweep(self._owners)
         totals = self._store.counters()
         logger.info(
             "%s is complete: %d samples, %d bytes, %d source reads, %.1f s in the source",
@@ -296,7 +294,7 @@ class Filler:
             for index, (spec, leaves) in flat.items():
                 self._buffer[index] = (spec, detach_leaves(leaves))
                 self._buffer_bytes += sum(len(data) for _, data in leaves)
-            self._published += reads
+            self._buffer_reads += reads
             if len(self._buffer) >= FLUSH_SAMPLES or self._buffer_bytes >= FLUSH_BYTES:
                 self.flush()
             elif self._flusher is None:
@@ -306,23 +304,27 @@ class Filler:
         """Publishes what waits for company."""
         with self._lock:
             if self._buffer:
-                self._publish(gather_flat(self._buffer), self._published)
-            self._buffer, self._buffer_bytes, self._published = {}, 0, Counters()
+                self._publish(gather_flat(self._buffer), self._buffer_reads)
+            self._buffer, self._buffer_bytes, self._buffer_reads = {}, 0, Counters()
+
+    def _stop_flusher(self) -> None:
+        if self._flusher is not None:
+            self._flusher.stop()
+            self._flusher = None
 
     # -- the owner ---------------------------------------------------------------------------------------
 
     def _own(self) -> Owner:
         with self._lock:
             if self._owner is None:
-                folder = self._store.path / OWNERS
-                owners.sweep(folder)
-                self._owner = Owner(folder)
+                owners.sweep(self._owners)
+                self._owner = Owner(self._owners)
                 # Runs at the end of a DataLoader worker too, which ends without atexit.
                 Finalize(self, _close, args=(weakref.ref(self),), exitpriority=100)
             return self._owner
 
     def is_alive(self, owner: bytes) -> bool:
-        if owners.is_alive(self._store.path / OWNERS, owner):
+        if owners.is_alive(self._owners, owner):
             return True
         self._store.disown([owner])
         return False
@@ -344,9 +346,7 @@ class Filler:
         """Publishes what waits, and gives up every claim."""
         with self._lock:
             self.flush()
-            if self._flusher is not None:
-                self._flusher.stop()
-                self._flusher = None
+            self._stop_flusher()
             if self._uncounted.source_reads and self._store.writable and self._store.seal is None:
                 self._count()
             self._disown()
@@ -372,9 +372,7 @@ class Filler:
     def before_fork(self) -> None:
         self._lock.acquire()
         self.flush()
-        if self._flusher is not None:
-            self._flusher.stop()
-            self._flusher = None
+        self._stop_flusher()
 
     def after_fork(self, in_child: bool) -> None:
         if in_child:
@@ -412,7 +410,7 @@ class _Waiting:
 
     def _is_gone(self, owner: bytes) -> bool:
         seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
-        return time.monotonic() - seen > self._filler._claim_timeout_s or not self._filler.is_alive(owner)
+        return time.monotonic() - seen > CLAIM_TIMEOUT_S or not self._filler.is_alive(owner)
 
 
 class _Flusher:

@@ -26,7 +26,7 @@ def pack(samples: Sequence[Flat], store: Store) -> list[tuple[bytearray, list[in
     packed = []
     for part in [part for flat in samples for part in _split(flat)]:
         schema = _choose_schema(part.spec, _shapes(part), store.schemas)
-        packed.append((blocks.encode(schema, store.schema_id(schema), part, store.min_block_bytes()), part.indices))
+        packed.append((blocks.encode(schema, store.schema_id(schema), part, blocks.PAGE_BYTES), part.indices))
     return packed
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, BlockHead, column_starts
+from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead, column_starts
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.flatten import GRAIN_ELEMENTS
 from torchcache.schema import Column, Schema
@@ -191,10 +191,8 @@ class Reader:
         body += np.asarray([len(m) for m in members], "<i8").tobytes()
         for array in arrays:
             body += bytes(_padded(HEAD_BYTES + len(body)) - HEAD_BYTES - len(body)) + array.tobytes()
-        body += bytes(max(0, mmap.PAGESIZE - len(body)))  # long enough that LMDB gives it pages of its own
-        head = BlockHead(os.urandom(16), len(tables), self._length & 0xFFFFFFFF, HEAD_BYTES + len(body), 0)
-        head = BlockHead(head.block_id, head.schema_id, head.count, head.nbytes, head.checksum_of(body))
-        return bytearray(head.pack() + body)
+        body += bytes(max(0, PAGE_BYTES - len(body)))
+        return bytearray(BlockHead.of(len(tables), self._length & 0xFFFFFFFF, body).pack() + body)
 
     def load_index(self, seal: Seal) -> None:
         """Takes a sealed store's index straight from the map.

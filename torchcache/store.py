@@ -29,7 +29,7 @@ import numpy as np
 from torchcache import block as blocks
 from torchcache import environment, folder
 from torchcache.block import HEAD_BYTES, BlockHead
-from torchcache.environment import DATABASES, LOCK_FILE, Environment, translated
+from torchcache.environment import LOCK_FILE, Environment, foreign, translated
 from torchcache.errors import CorruptStoreError, FormatVersionError, NotAStoreError, StoreMismatchError
 from torchcache.schema import Schema
 
@@ -188,7 +188,7 @@ class Store:
         meta = self._dbs[b"meta"]
         version = txn.get(b"format", db=meta)
         if version is None:
-            raise NotAStoreError(f"{self.path} holds an LMDB file that torchcache did not write; choose another folder")
+            raise foreign(self.path)
         if bytes(version) != _format_line():
             raise FormatVersionError(
                 f"{self.path} has the format {bytes(version)[:40]!r}, this version of torchcache writes "
@@ -237,7 +237,8 @@ class Store:
         if self._env is None:
             env = environment.open_environment(self.path)
             try:
-                self._dbs = environment.open_databases(env, create=create)
+                with env.begin(write=True) as txn:
+                    self._dbs = environment.open_databases(env, txn, create=create)
             except BaseException:
                 env.close()
                 raise
@@ -262,11 +263,7 @@ class Store:
             env = environment.open_environment(self.path, readonly=True)
             try:
                 with env.begin(buffers=True) as txn:
-                    main = {bytes(key) for key, _ in txn.cursor()}
-                    self._dbs = {n: env.open_db(n, txn=txn, create=False) for n in DATABASES if n in main}
-                    if len(self._dbs) < len(DATABASES):
-                        raise NotAStoreError(f"{self.path} holds an LMDB file that torchcache did not write")
-                    self._base = 0
+                    self._dbs, self._base = environment.open_databases(env, txn, create=False), 0
                     yield txn
             finally:
                 env.close()
@@ -526,10 +523,6 @@ class Store:
             block = txn.get(_key(entry.sequence), db=self._dbs[b"blocks"])
             blocks.check(block, self.schemas[entry.head.schema_id], checksum=True)
         return len(entries)
-
-    def min_block_bytes(self) -> int:
-        """The length from which on LMDB gives a value pages of its own, where it never moves."""
-        return mmap.PAGESIZE
 
 
 def destroy(path: Path) -> None:
