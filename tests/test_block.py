@@ -12,7 +12,7 @@ import torch
 from torchcache import block
 from torchcache.block import HEAD_BYTES, BlockHead, check, column_starts, encode
 from torchcache.errors import CorruptStoreError
-from torchcache.flatten import flatten, gather_flat
+from torchcache.flatten import flatten, flatten_many
 from torchcache.schema import Schema
 
 SAMPLES = [(torch.tensor([i, i + 1], dtype=torch.int16), "ab" * i, i) for i in range(3)]
@@ -25,7 +25,7 @@ def schema_of(samples: list[Any], ragged: tuple[int, ...] = ()) -> Schema:
 
 def encoded(samples: list[Any] = SAMPLES, ragged: tuple[int, ...] = (1,)) -> tuple[Schema, bytearray]:
     schema = schema_of(samples, ragged)
-    return schema, encode(schema, 7, gather_flat({i: flatten(sample) for i, sample in enumerate(samples)})[0])
+    return schema, encode(schema, 7, flatten_many(range(len(samples)), samples))
 
 
 def test_golden_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_alignment() -> None:
 
 def test_padded_to_a_page() -> None:
     schema = schema_of(SAMPLES, (1,))
-    data = encode(schema, 0, gather_flat({0: flatten(SAMPLES[0])})[0], min_bytes=4096)
+    data = encode(schema, 0, flatten_many([0], SAMPLES[:1]), min_bytes=4096)
     assert len(data) == 4096
     check(data, schema, checksum=True)
 

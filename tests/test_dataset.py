@@ -18,7 +18,7 @@ import torch
 from helpers import Source, assert_same, image_and_label, open_descriptors
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from torchcache import CacheBypassWarning, CachedDataset, errors
+from torchcache import CacheBypassWarning, CachedDataset, buffer, errors
 
 LENGTH = 200
 
@@ -336,7 +336,8 @@ def test_an_in_place_transform_is_caught(cache_dir: Path, source: Source) -> Non
     assert torch.equal(CachedDataset(source, transform=double)[2][0], 2 * image_and_label(2)[0])
 
 
-def test_max_bytes_stops_admitting(cache_dir: Path, source: Source) -> None:
+def test_max_bytes_stops_admitting(cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "ENOUGH_SAMPLES", 10)  # each batch becomes a block
     cached = CachedDataset(source, max_bytes=20_000)
     with pytest.warns(CacheBypassWarning, match=r"max_bytes=20000 is reached.*read from the source") as caught:
         first = list(DataLoader(cached, batch_size=10))

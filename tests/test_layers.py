@@ -23,7 +23,7 @@ LAYERS = [
     {"block", "environment", "folder", "location", "owner"},
     {"store"},
     {"reader"},
-    {"packing"},
+    {"packing", "buffer"},
     {"fill", "ahead"},
     {"collate"},
     {"dataset"},

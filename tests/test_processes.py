@@ -193,11 +193,22 @@ def test_a_late_owner_publishes_nothing_twice(cache_dir: Path, source: Source) -
     slow._cache.filler.flush()
     late = flatten_many([7, 8], [image_and_label(7), image_and_label(8)])
     assert_same(fast.__getitems__([7]), [image_and_label(7)])
+    fast._cache.filler.flush()
     with slow._cache.filler._lock:
         slow._cache.filler._publish(late, fill.Counters(source_reads=2))
     assert slow.stats.samples_cached == 3
     assert slow.stats.duplicate_reads == 1
     assert_same([fast[7], fast[8]], [image_and_label(7), image_and_label(8)])
+
+
+def test_claims_of_an_interrupted_call_are_forgotten(cache_dir: Path, source: Source) -> None:
+    """Interrupted between the claim and the read, a process must not wait for itself."""
+    cached = CachedDataset(source)
+    cached[0]
+    assert cached._cache is not None
+    cached._cache.filler._claim([5, 6], frozenset())
+    assert_same([cached[5], cached[6]], [image_and_label(5), image_and_label(6)])
+    assert source.reads() == Counter([0, 5, 6])
 
 
 class Failing(Source):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from torchcache.errors import CorruptStoreError, UnsupportedSampleError
-from torchcache.flatten import DTYPE_NAMES, Uniform, detach_leaves, flatten, flatten_many
+from torchcache.flatten import DTYPE_NAMES, Uniform, flatten, flatten_many
 from torchcache.schema import Schema
 
 Point = collections.namedtuple("Point", "x y")
@@ -33,8 +33,8 @@ def round_trip(sample: Any, *, fixed: bool = True, copy: bool = True) -> Any:
     spec, leaves = flatten(sample)
     schema = Schema.from_json(Schema(spec, tuple(dims if fixed else None for dims, _ in leaves)).to_json())
     values = []
-    for column, (dims, data) in zip(schema.columns, detach_leaves(leaves), strict=True):
-        buffer = bytearray(64) + data + bytes(64)
+    for column, (dims, data) in zip(schema.columns, leaves, strict=True):
+        buffer = bytearray(64) + bytes(data) + bytes(64)
         values.append(column.decode(buffer, 64, dims, copy))
     return schema.rebuild(values)
 
@@ -184,12 +184,14 @@ def test_many_at_once_are_as_one_by_one(samples: list[Any]) -> None:
         assert found[index] == (repr(spec), [(dims, bytes(data)) for dims, data in leaves])
 
 
-def test_detached_leaves_are_independent() -> None:
-    tensor = torch.zeros(3)
-    _, leaves = flatten(tensor)
-    kept = detach_leaves(leaves)
-    tensor.fill_(1)
-    assert kept[0][1] == bytes(12)
+def test_what_is_detached_is_independent() -> None:
+    tensors = [torch.zeros(3), torch.zeros(4)]
+    flats = flatten_many([0, 1], tensors)
+    for flat in flats:
+        flat.detach()
+    for tensor in tensors:
+        tensor.fill_(1)
+    assert [bytes(data) for flat in flats for _, data in flat.columns[0]] == [bytes(12), bytes(16)]
 
 
 @pytest.mark.parametrize(

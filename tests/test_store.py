@@ -16,7 +16,7 @@ import torch
 from helpers import Source, assert_same, image_and_label
 from torch.utils.data import DataLoader
 
-from torchcache import CacheBypassWarning, CachedDataset, errors
+from torchcache import CacheBypassWarning, CachedDataset, buffer, errors
 from torchcache import store as stores
 from torchcache.store import Store
 
@@ -218,6 +218,8 @@ def test_damaged_files_never_kill_the_process(cache_dir: Path, tmp_path: Path) -
 def test_blocks_are_checked_after_a_restart_of_the_machine(
     cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(buffer, "ENOUGH_SAMPLES", 10)  # each batch becomes a block
+
     def half_filled() -> CachedDataset:
         cached = CachedDataset(source)
         for i in range(0, 100, 10):

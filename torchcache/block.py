@@ -84,7 +84,7 @@ def column_starts(columns: Sequence[Column], count: int) -> tuple[list[int], int
     return starts, position
 
 
-def encode(schema: Schema, schema_id: int, samples: Flat, min_bytes: int = 0) -> bytearray:
+def encode(schema: Schema, schema_id: int, samples: Sequence[Flat], min_bytes: int = 0) -> bytearray:
     """Writes samples as one block.
 
     Args:
@@ -96,31 +96,40 @@ def encode(schema: Schema, schema_id: int, samples: Flat, min_bytes: int = 0) ->
     Returns:
         The block, with a new random id.
     """
-    count = len(samples.indices)
+    count = sum([len(flat.indices) for flat in samples])
     starts, end = column_starts(schema.columns, count)
     fixed: list[Any] = [bytes(HEAD_BYTES)]
     ragged: list[Any] = []
-    for column, values, start in zip(schema.columns, samples.columns, starts, strict=True):
+    for c, (column, start) in enumerate(zip(schema.columns, starts, strict=True)):
+        values = [flat.columns[c] for flat in samples]
         if column.shape is None:
             records, end = _encode_ragged(column, values, start, end, ragged)
             fixed.append(records)
-        elif isinstance(values, Uniform):
-            fixed.append(values.data)
         else:
-            fixed.extend([data for _, data in values])
-            if any(len(data) != column.stride for _, data in values):
-                raise UnsupportedSampleError(f"a {column.kind} leaf has another size than its dtype and shape say")
+            fixed.extend(_fixed_values(column, values))
         fixed.append(bytes(-count * column.stride % COLUMN_ALIGN))
     block = bytearray().join([*fixed, *ragged, bytes(max(0, min_bytes - end))])
     block[:HEAD_BYTES] = BlockHead.of(schema_id, count, memoryview(block)[HEAD_BYTES:]).pack()
     return block
 
 
+def _fixed_values(column: Column, values: Sequence[Uniform | list[Leaf]]) -> list[Any]:
+    found: list[Any] = []
+    for part in values:
+        if isinstance(part, Uniform):
+            found.append(part.data)
+        else:
+            found += [data for _, data in part]
+            if any(len(data) != column.stride for _, data in part):
+                raise UnsupportedSampleError(f"a {column.kind} leaf has another size than its dtype and shape say")
+    return found
+
+
 def _encode_ragged(
-    column: Column, values: Uniform | list[Leaf], start: int, end: int, out: list[Any]
+    column: Column, values: Sequence[Uniform | list[Leaf]], start: int, end: int, out: list[Any]
 ) -> tuple[bytes, int]:
     """The records of a ragged column at ``start``; appends its values, from ``end`` of the block on, to ``out``."""
-    leaves = [(values.dims, row) for row in values.data] if isinstance(values, Uniform) else values
+    leaves = [leaf for part in values for leaf in (part.leaves() if isinstance(part, Uniform) else part)]
     records = np.empty((len(leaves), 1 + column.ndim), "<i8")
     for row, (dims, data) in enumerate(leaves):
         # Relative to the block, whose columns begin on a 64-byte boundary 48 bytes later.

@@ -24,6 +24,7 @@ from torch.utils.data import Subset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from torchcache.flatten import Dims, Flat, Spec, Uniform
 from torchcache.reader import Reader, Rows
 from torchcache.schema import Column, Schema
 
@@ -66,12 +67,26 @@ class Batch:
         return self._make([gather(rows, c, shared=shared) for c in range(len(rows.table.columns))])
 
 
+class StackedBatch:
+    """A whole batch of samples that the fill has just read, stacked and published, in the place of a sample."""
+
+    __slots__ = ("_columns", "_make")
+
+    def __init__(self, columns: list[torch.Tensor], make: Callable[[list[Any]], Any]) -> None:
+        self._columns = columns
+        self._make = make
+
+    def collate(self, sequence_type: type, collate_fn_map: Any) -> Any:
+        return self._make(self._columns)
+
+
 def _collate_marked(batch: Any, *, collate_fn_map: Any = None) -> Any:
     return batch[0].collate(type(batch), collate_fn_map)
 
 
 default_collate_fn_map[Batch] = _collate_marked
 default_collate_fn_map[BatchColumn] = _collate_marked
+default_collate_fn_map[StackedBatch] = _collate_marked
 # PyTorch's own functions and ours: what the user registered, before or after, must see the user's samples.
 _known_map = {
     key: function
@@ -94,8 +109,8 @@ def feeds_default_collate(caller: FrameType) -> bool:
         return False
     if frame.f_locals["self"].collate_fn is not default_collate or default_collate_fn_map != _known_map:
         return False
-    # Numbers become tensors on the default device.
-    return torch.get_default_device().type == "cpu"
+    # Numbers become tensors on the default device. (Asking for that itself takes five times as long.)
+    return torch.empty(0).is_cpu
 
 
 def batch_of(reader: Reader, rows: Rows) -> list[Any]:
@@ -105,6 +120,29 @@ def batch_of(reader: Reader, rows: Rows) -> list[Any]:
     if make is not None:
         return [Batch(reader, rows, make)]
     return [schema.rebuild([BatchColumn(reader, rows, c) for c in range(len(schema.columns))])]
+
+
+def stacked_batch(samples: Flat) -> list[Any] | None:
+    """The same for samples that are in memory, already stacked; ``None`` if they are not, or need PyTorch's care."""
+    columns = [column for column in samples.columns if isinstance(column, Uniform)]
+    if len(columns) < len(samples.columns):
+        return None
+    found = _shortcut_of(samples.spec, tuple([column.dims for column in columns]))
+    if found is None:
+        return None
+    schema, make = found
+    tensors = []
+    for column, kind in zip(columns, schema.columns, strict=True):
+        assert kind.torch_dtype is not None  # the shortcut is for such columns alone
+        tensors.append(torch.from_numpy(column.data).view(kind.torch_dtype).view(-1, *column.dims))
+    return [StackedBatch(tensors, make)]
+
+
+@lru_cache(maxsize=256)
+def _shortcut_of(spec: Spec, shapes: tuple[Dims, ...]) -> tuple[Schema, Callable[[list[Any]], Any]] | None:
+    schema = Schema(spec, shapes)
+    make = _shortcut(schema)
+    return None if make is None else (schema, make)
 
 
 @lru_cache(maxsize=256)

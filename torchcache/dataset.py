@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from torchcache import ahead, collate, environment, fill, folder, location, store
+from torchcache import ahead, collate, environment, folder, location, store
 from torchcache.errors import (
     CacheBypassWarning,
     CorruptStoreError,
@@ -27,6 +27,7 @@ from torchcache.errors import (
     StoreUnavailableError,
     UnsupportedSampleError,
 )
+from torchcache.fill import Fetched, Filler
 from torchcache.fingerprint import fingerprint
 from torchcache.guard import RandomnessGuard
 from torchcache.reader import Reader
@@ -63,7 +64,7 @@ class _Cache:
 
     store: Store
     reader: Reader
-    filler: fill.Filler
+    filler: Filler
 
 
 class CachedDataset(Dataset[Any]):
@@ -180,7 +181,7 @@ class CachedDataset(Dataset[Any]):
     def _open_cache(self) -> _Cache:
         opened = Store.open(self._path) if self._identity is None else Store.create(self._path, self._identity)
         reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
-        filler = fill.Filler(opened, reader, self.dataset, guard=self._guard, max_bytes=self._max_bytes)
+        filler = Filler(opened, reader, self.dataset, guard=self._guard, max_bytes=self._max_bytes)
         if opened.seal is not None:
             reader.load_index(opened.seal)
         else:
@@ -303,22 +304,23 @@ class CachedDataset(Dataset[Any]):
         position = index if type(index) is int else _position(index)
         if position is None:
             return self._foreign(index)
-        return self._samples([position], single=True)[0]
+        return self._samples([position])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples of a batch; what a ``DataLoader`` calls."""
         cache = self._cache or self._connect()
-        if cache is not None and self.transform is None and collate.feeds_default_collate(sys._getframe(1)):
+        to_collate = self.transform is None and collate.feeds_default_collate(sys._getframe(1))
+        if cache is not None and to_collate:
             rows = cache.reader.find(indices)
             if rows is not None:
                 self._hits += len(indices)
                 return collate.batch_of(cache.reader, rows)
         if set(map(type, indices)) == {int}:
-            return self._samples(indices)
+            return self._samples(indices, to_collate=to_collate)
         positions = [_position(index) for index in indices]
         if None in positions:
             return [self[index] for index in indices]
-        return self._samples(positions)
+        return self._samples(positions, to_collate=to_collate)
 
     def _foreign(self, index: Any) -> Any:
         """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
@@ -330,35 +332,39 @@ class CachedDataset(Dataset[Any]):
             raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
         return self.dataset[index]
 
-    def _samples(self, positions: Sequence[Any], single: bool = False) -> list[Any]:
+    def _samples(self, positions: Sequence[Any], *, to_collate: bool = False) -> list[Any]:
         """Samples as the dataset gives them, with ``transform`` applied.
 
         Args:
             positions: the indices as Python ints, maybe negative. The source is asked for ``0 <= i < length``: what
                 it gives is kept for everybody who asks for that sample, whatever form their index has.
-            single: one at a time; then they are published later, together with others.
+            to_collate: they go to ``default_collate``, which need not stack again what the fill has stacked.
         """
         length = len(self)
         order = positions
         if not positions or min(positions) < 0 or max(positions) >= length:
             order = [_counted_from_start(position, length) for position in positions]
-        samples, cache = self._fetch(list(dict.fromkeys(order)), single)
+        (samples, flat), cache = self._fetch(list(dict.fromkeys(order)))
+        if to_collate and flat is not None and flat.indices == order:
+            stacked = collate.stacked_batch(flat)
+            if stacked is not None:
+                return stacked
         if self.transform is None and len(samples) == len(order):
             return [samples[index] for index in order]
         return [self._finished(index, samples, cache) for index in order]
 
-    def _fetch(self, wanted: list[int], single: bool) -> tuple[dict[int, Any], _Cache | None]:
+    def _fetch(self, wanted: list[int]) -> tuple[Fetched, _Cache | None]:
         """Gets what is not cached: from the source, or by waiting until somebody else has."""
         cache = self._cache or self._connect()
         if cache is None:
-            return {}, None
+            return Fetched({}), None
         known, length = wanted, cache.store.identity.length
         if len(self) > length:  # samples that the dataset has got since are not cached
             known = [i for i in wanted if i < length]
         with self._discarded_if_empty():
-            samples = cache.filler.fetch(known, buffered=single)
-        self._misses += len(samples)
-        return samples, cache
+            fetched = cache.filler.fetch(known)
+        self._misses += len(fetched.samples)
+        return fetched, cache
 
     @contextlib.contextmanager
     def _discarded_if_empty(self) -> Iterator[None]:

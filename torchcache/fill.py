@@ -1,10 +1,10 @@
 """The fill: claim, read, publish, wait.
 
 docs/fill.md is the specification. In short: a sample that is not cached is claimed in LMDB, read from the source and
-published in a block with others; what somebody else has claimed is waited for. Everything of ours is published before
-we wait, so that two processes cannot wait for each other. A dead owner's claims are taken over at once, a stopped
-one's after ``CLAIM_TIMEOUT_S``. When the store cannot take more, the fill stops admitting and samples come from the
-source.
+published soon after in a block with others; what somebody else has claimed is waited for. Everything of ours is
+published before we wait, so that two processes cannot wait for each other. A dead owner's claims are taken over at
+once, a stopped one's after ``CLAIM_TIMEOUT_S``. When the store cannot take more, the fill stops admitting and samples
+come from the source.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
 from torchcache import owner as owners
+from torchcache.buffer import LATEST_S, Buffer, Flusher
 from torchcache.errors import CacheBypassWarning, RandomSampleError, StoreError, StoreUnavailableError
-from torchcache.flatten import Flat, Leaf, Spec, detach_leaves, flatten, flatten_many, gather_flat
+from torchcache.flatten import Flat, flatten_many
 from torchcache.folder import OWNERS
 from torchcache.guard import RandomnessGuard
 from torchcache.owner import Owner
 from torchcache.packing import pack
 from torchcache.reader import Reader
-from torchcache.store import Counters, LogEntry, Store
+from torchcache.store import Claim, Counters, LogEntry, Store
 
 CLAIM_TIMEOUT_S = 60.0  # a live owner that publishes nothing for so long is taken to be stopped
-FLUSH_AFTER_S = 0.1  # single samples wait at most so long for others to share their block
-FLUSH_SAMPLES, FLUSH_BYTES = 256, 8 << 20  # or until there are so many
 DISK_RESERVE = 0.05  # share of the disk that is left free
 LOOK_EVERY_BYTES = 1 << 20  # of growth of the store: how often to look at the disk
 POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
@@ -43,6 +42,18 @@ PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owne
 logger = logging.getLogger("torchcache")
 
 _fillers: weakref.WeakSet[Filler] = weakref.WeakSet()
+
+
+class Fetched(NamedTuple):
+    """What ``Filler.fetch`` has read from the source.
+
+    Attributes:
+        samples: as the source gave them.
+        flat: all of them together, taken apart, if they were read at once, are of one structure and are published.
+    """
+
+    samples: dict[int, Any]
+    flat: Flat | None = None
 
 
 class Filler:
@@ -72,13 +83,12 @@ class Filler:
         self._max_bytes = max_bytes
         self._owners = store.path / OWNERS
         self._lock = threading.RLock()
-        self._buffer: dict[int, tuple[Spec, list[Leaf]]] = {}
-        self._buffer_bytes = 0
-        self._flusher: _Flusher | None = None
+        self._buffer = Buffer()
+        self._flusher: Flusher | None = None
         self._owner: Owner | None = None
+        self._reading: dict[int, list[int]] = {}  # what each thread has claimed and is reading
         self._last_seen: dict[bytes, float] = {}  # when an owner last published, as far as we know
         self._uncounted = Counters()  # reads whose samples were not published
-        self._buffer_reads = Counters()  # reads whose samples wait in the buffer
         self._next_look = 0  # size of the store at which to look again how full the disk is
         self._refused = ""  # why nothing more is admitted
         self._unsaid = ""  # the warning about it, if the caller's thread has not given it yet
@@ -90,17 +100,15 @@ class Filler:
 
     # -- reading through the source ----------------------------------------------------------------------
 
-    def fetch(self, wanted: Sequence[int], *, buffered: bool = False, wait: bool = True) -> dict[int, Any]:
+    def fetch(self, wanted: Sequence[int], *, wait: bool = True) -> Fetched:
         """Gets samples into the store, or at least from the source.
 
         Args:
             wanted: the indices, each once.
-            buffered: publish later, together with others (single samples), instead of at once.
             wait: wait for what others have claimed; otherwise leave it.
 
         Returns:
-            The samples that were read here, as the source gave them. With ``wait``, all others are in the store, and
-            the reader knows them.
+            The samples that were read here. With ``wait``, all others are in the store, and the reader knows them.
 
         Raises:
             Whatever the source raises; the samples read before are kept.
@@ -109,46 +117,68 @@ class Filler:
         waiting = _Waiting(self)
         while True:
             self._say()
-            remaining = self._reader.missing([i for i in wanted if i not in samples])
+            # Of a whole batch in the epoch that fills, the claim finds out what is missing.
+            fresh = not samples and len(wanted) and not self._reader.holds(wanted[0])
+            remaining = wanted if fresh else self._reader.missing([i for i in wanted if i not in samples])
             if not remaining:
-                return samples
+                return Fetched(samples)
             if not self._store.writable and not self._refused:
                 self._refuse(StoreUnavailableError("it may only be read"))
                 continue
             if not self.admitting:
-                samples.update(self._bypass(remaining))
-                return samples
-            granted: list[int] = []
+                samples.update(self._bypass(self._reader.missing(remaining)))
+                return Fetched(samples)
+            fetched = self._fetch_some(remaining, waiting if wait else None)
+            if fetched is None:
+                return Fetched(samples)
+            if len(fetched.samples) == len(wanted):
+                return fetched
+            samples.update(fetched.samples)
+
+    def _fetch_some(self, wanted: Sequence[int], waiting: _Waiting | None) -> Fetched | None:
+        """Claims and reads what nobody has claimed; if that is nothing, waits a while (``None``: shall not wait)."""
+        try:
             try:
-                known_until = self._store.last_transaction()
-                granted, held = self._claim(remaining, waiting.usurped)
-                if held and not granted:
-                    if not wait:
-                        return samples
+                claim = self._claim(wanted, frozenset() if waiting is None else waiting.usurped)
+                if claim.held and not claim.granted:
+                    if waiting is None:
+                        return None
                     self.flush()
-                    waiting.wait(set(held.values()), known_until)
+                    self._release_forgotten(claim.held)
+                    waiting.wait(set(claim.held.values()), claim.transaction)
             except StoreError as error:
                 self._refuse(error)
-            if granted:
-                samples.update(self._fill(granted, buffered))
-                if len(samples) == len(wanted):
-                    return samples
+                return Fetched({})
+            return self._fill(claim.granted) if claim.granted else Fetched({})
+        finally:
+            self._reading.pop(threading.get_ident(), None)
 
     def refresh(self) -> None:
         """Learns of everything that has been published."""
         with self._store.lock:
             self._learn(self._store.entries(self._reader.sequence))
 
-    def _claim(self, wanted: Sequence[int], usurped: frozenset[bytes]) -> tuple[list[int], dict[int, bytes]]:
-        if self._buffer and any(index in self._buffer for index in wanted):
+    def _claim(self, wanted: Sequence[int], usurped: frozenset[bytes]) -> Claim:
+        if not self._buffer.indices.isdisjoint(wanted):
             self.flush()
 
         def missing(entries: list[LogEntry]) -> list[int]:
             self._learn(entries)
             return self._reader.missing(wanted)
 
-        claim = self._store.claim(self._own().id, self._reader.sequence, missing, usurped)
-        return claim.granted, claim.held
+        own = self._own().id
+        with self._store.lock:
+            claim = self._store.claim(own, self._reader.sequence, missing, usurped)
+            self._reading[threading.get_ident()] = claim.granted
+        return claim
+
+    def _release_forgotten(self, held: Mapping[int, bytes]) -> None:
+        """Gives back our own claims that no thread of ours works on: of a call that was interrupted."""
+        with self._lock, self._store.lock:
+            if self._owner is not None and self._owner.id in held.values():
+                busy = self._buffer.indices.union(*self._reading.values())
+                own = self._owner.id
+                self._release([i for i, holder in held.items() if holder == own and i not in busy])
 
     def _learn(self, entries: list[LogEntry]) -> None:
         with self._store.lock:
@@ -165,23 +195,21 @@ class Filler:
             raise error
         return samples
 
-    def _fill(self, indices: list[int], buffered: bool) -> dict[int, Any]:
-        """Reads what we have claimed, and publishes it; gives back what could not be read."""
+    def _fill(self, indices: list[int]) -> Fetched:
+        """Reads what we have claimed, and keeps it to be published; gives back what could not be read."""
         kept = False
         samples: dict[int, Any] = {}
         try:
             samples, seconds, error = self._read(indices)
-            reads = Counters(source_reads=len(samples), source_seconds=seconds)
-            if buffered:
-                self._put_off(samples, reads)
-            else:
-                self._publish(flatten_many(list(samples), list(samples.values())), reads)
+            flats = flatten_many(list(samples), list(samples.values()))
+            published = self._keep(flats, Counters(source_reads=len(samples), source_seconds=seconds))
             kept = True
         finally:
-            self._release([i for i in indices if not kept or i not in samples])
+            if not kept or len(samples) < len(indices):
+                self._release([i for i in indices if not kept or i not in samples])
         if error is not None:
             raise error
-        return samples
+        return Fetched(samples, flats[0] if published and len(flats) == 1 else None)
 
     def _read(self, indices: Sequence[int]) -> tuple[dict[int, Any], float, BaseException | None]:
         """Reads from the source until it raises; returns the samples, the seconds, and the error."""
@@ -209,7 +237,7 @@ class Filler:
     def _publish(self, samples: list[Flat], reads: Counters) -> None:
         """Appends samples to the store. If that is not possible, says so once, and nothing more is admitted.
 
-        In the caller's thread: a thread of its own was tried, and made the epoch that fills slower (docs/fill.md).
+        In the thread that reads: one of its own was tried, and made the epoch that fills slower (docs/fill.md).
         """
         try:
             while any(flat.indices for flat in samples):
@@ -285,27 +313,35 @@ class Filler:
             self._store.path, totals.samples, totals.nbytes, totals.source_reads, totals.source_seconds,
         )  # fmt: skip
 
-    # -- single samples ----------------------------------------------------------------------------------
+    # -- what waits to be published ----------------------------------------------------------------------
 
-    def _put_off(self, samples: Mapping[int, Any], reads: Counters) -> None:
-        """Keeps samples for a block that they will share with others."""
-        flat = {index: flatten(sample) for index, sample in samples.items()}
+    def _keep(self, samples: list[Flat], reads: Counters) -> bool:
+        """Publishes samples, or keeps them for a block that they will share with others; says whether it did."""
         with self._lock:
-            for index, (spec, leaves) in flat.items():
-                self._buffer[index] = (spec, detach_leaves(leaves))
-                self._buffer_bytes += sum(len(data) for _, data in leaves)
-            self._buffer_reads += reads
-            if len(self._buffer) >= FLUSH_SAMPLES or self._buffer_bytes >= FLUSH_BYTES:
+            self._buffer.add(samples, reads)
+            last = self._reader.count + len(self._buffer.indices) >= self._store.identity.length
+            if last or self._buffer.is_ripe:
                 self.flush()
-            elif self._flusher is None:
-                self._flusher = _Flusher(self)
+                return True
+            for flat in samples:
+                flat.detach()
+            if self._flusher is None:
+                self._flusher = Flusher(self._lock, self._flush_old)
+            return False
 
     def flush(self) -> None:
-        """Publishes what waits for company."""
+        """Publishes what waits."""
         with self._lock:
-            if self._buffer:
-                self._publish(gather_flat(self._buffer), self._buffer_reads)
-            self._buffer, self._buffer_bytes, self._buffer_reads = {}, 0, Counters()
+            if self._buffer.samples:
+                self._publish(self._buffer.samples, self._buffer.reads)
+                self._buffer = Buffer()
+
+    def _flush_old(self) -> bool:
+        if self._buffer.age >= LATEST_S:
+            self.flush()
+        elif not self._buffer.samples:
+            self._flusher = None
+        return self._flusher is not None
 
     def _stop_flusher(self) -> None:
         if self._flusher is not None:
@@ -411,32 +447,6 @@ class _Waiting:
     def _is_gone(self, owner: bytes) -> bool:
         seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
         return time.monotonic() - seen > CLAIM_TIMEOUT_S or not self._filler.is_alive(owner)
-
-
-class _Flusher:
-    """A thread that publishes the single samples of the last 100 ms, and ends. It is stopped before a fork."""
-
-    def __init__(self, filler: Filler) -> None:
-        self._filler = filler  # not a weak reference: what waits is published even if the dataset is dropped
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchcache-flush", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(FLUSH_AFTER_S):
-            # Not while a fork or a close holds the lock and waits for this thread.
-            if self._filler._lock.acquire(blocking=False):
-                try:
-                    self._filler._flusher = None
-                    self._filler.flush()
-                    return
-                finally:
-                    self._filler._lock.release()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
 
 
 def _close(reference: weakref.ref[Filler]) -> None:

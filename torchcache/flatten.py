@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ def flatten(sample: Any) -> tuple[Spec, list[Leaf]]:
 
     Returns:
         The spec, and the leaves in the order in which the spec names them. The leaves may share memory with the
-        sample; ``detach_leaves`` copies them.
+        sample; ``Flat.detach`` copies them.
 
     Raises:
         UnsupportedSampleError: naming the type and its place in the sample.
@@ -72,6 +72,9 @@ class Uniform(NamedTuple):
 
     dims: Dims
     data: np.ndarray[Any, Any]
+
+    def leaves(self) -> list[Leaf]:
+        return [(self.dims, row) for row in self.data]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,17 @@ class Flat:
         ]
         return Flat(self.spec, [self.indices[r] for r in rows], columns)
 
+    def detach(self) -> None:
+        """Copies what may share memory with the samples, so that what the caller does with these no longer matters."""
+        for c, column in enumerate(self.columns):
+            if not isinstance(column, Uniform):  # those are copies already
+                self.columns[c] = [(dims, bytes(data)) for dims, data in column]
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes all of them add to a block."""
+        return sum(self.sizes())
+
     def sizes(self) -> list[int]:
         """About how many bytes each sample adds to a block."""
         size = sum([column.data.shape[1] for column in self.columns if isinstance(column, Uniform)])
@@ -119,17 +133,15 @@ def flatten_many(indices: Sequence[int], samples: Sequence[Any]) -> list[Flat]:
     spec = _transpose(samples, columns, 0) if len(samples) > 1 else None
     if spec is not None:
         return [Flat(spec, list(indices), columns)]
-    return gather_flat({index: flatten(sample) for index, sample in zip(indices, samples, strict=True)})
-
-
-def gather_flat(samples: Mapping[int, tuple[Spec, list[Leaf]]]) -> list[Flat]:
-    """Puts samples that were taken apart one by one together by their structure."""
-    groups: dict[Spec, list[int]] = {}
-    for index, (spec, _) in samples.items():
-        groups.setdefault(spec, []).append(index)
+    groups: dict[Spec, tuple[list[int], list[list[Leaf]]]] = {}
+    for index, sample in zip(indices, samples, strict=True):
+        spec, leaves = flatten(sample)
+        members, rows = groups.setdefault(spec, ([], []))
+        members.append(index)
+        rows.append(leaves)
     return [
-        Flat(spec, members, [list(leaves) for leaves in zip(*[samples[i][1] for i in members], strict=True)])
-        for spec, members in groups.items()
+        Flat(spec, members, [list(leaves) for leaves in zip(*rows, strict=True)])
+        for spec, (members, rows) in groups.items()
     ]
 
 
@@ -169,24 +181,35 @@ def _transpose(values: Sequence[Any], columns: list[Uniform | list[Leaf]], depth
 
 
 def _stack_tensors(values: Sequence[Any], columns: list[Uniform | list[Leaf]]) -> Spec | None:
-    dtype = values[0].dtype
-    if dtype not in _NUMPY_DTYPES or values[0].ndim == 0:
+    first = values[0]
+    dtype, shape = first.dtype, first.shape
+    if dtype not in _NUMPY_DTYPES or not shape or not first.numel():
+        return None
+    if len({(x.dtype, x.shape, x.requires_grad) for x in values}) > 1 or first.requires_grad:
+        return None
+    # The layout first: others have no strides to ask for.
+    if first.layout is not torch.strided or False in {x.is_contiguous() for x in values}:
         return None
     try:
-        arrays = [x.numpy() for x in values]
-    except (RuntimeError, TypeError):  # sparse, nested, on a device, part of a graph, conjugate or negative views
+        stacked = stack(values)
+    except (RuntimeError, TypeError):  # sparse, nested or on different devices
         return None
-    first = arrays[0]
-    if len({(a.dtype, a.shape, a.strides) for a in arrays}) > 1 or not first.flags.c_contiguous or not first.size:
+    if stacked.layout is not torch.strided or stacked.device.type != "cpu" or stacked.is_nested:
         return None
-    # By NumPy, which does it in one thread (see GRAIN_ELEMENTS).
-    columns.append(Uniform(first.shape, np.concatenate(arrays).reshape(len(arrays), -1).view(np.uint8)))
-    return ("tensor", DTYPE_NAMES[dtype], first.ndim, (), 0)
+    columns.append(Uniform(tuple(shape), stacked.view(len(values), -1).numpy().view(np.uint8)))
+    return ("tensor", DTYPE_NAMES[dtype], len(shape), (), 0)
 
 
-def detach_leaves(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Copies the bytes of leaves, so that what the caller does with its sample no longer matters."""
-    return [(dims, bytes(data)) for dims, data in leaves]
+def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.stack`` of equal shapes in calls that PyTorch does not spread over threads (see ``GRAIN_ELEMENTS``)."""
+    elements = values[0].numel()
+    if len(values) * elements < GRAIN_ELEMENTS or elements >= GRAIN_ELEMENTS:
+        return torch.stack(values)  # type: ignore[arg-type]
+    out = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype, device=values[0].device)
+    step = (GRAIN_ELEMENTS - 1) // elements
+    for first in range(0, len(values), step):
+        torch.stack(values[first : first + step], out=out[first : first + step])  # type: ignore[arg-type]
+    return out
 
 
 def _flatten(value: Any, leaves: list[Leaf], depth: int) -> Spec:

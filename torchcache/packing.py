@@ -1,4 +1,4 @@
-"""Samples of a batch → blocks: which share one, and under which schema."""
+"""Samples that are published together → blocks: which share one, and under which schema."""
 
 from __future__ import annotations
 
@@ -23,20 +23,41 @@ def pack(samples: Sequence[Flat], store: Store) -> list[tuple[bytearray, list[in
     Returns:
         The blocks, each with the indices of its samples.
     """
+    groups: dict[Spec, list[Flat]] = {}
+    for flat in samples:
+        groups.setdefault(flat.spec, []).append(flat)
     packed = []
-    for part in [part for flat in samples for part in _split(flat)]:
-        schema = _choose_schema(part.spec, _shapes(part), store.schemas)
-        packed.append((blocks.encode(schema, store.schema_id(schema), part, blocks.PAGE_BYTES), part.indices))
+    for spec, flats in groups.items():
+        distinct = list(dict.fromkeys([shapes for flat in flats for shapes in _shapes(flat)]))
+        schema = _choose_schema(spec, distinct, store.schemas)
+        schema_id = store.schema_id(schema)
+        for parts in _blocks(flats):
+            block = blocks.encode(schema, schema_id, parts, blocks.PAGE_BYTES)
+            packed.append((block, [index for part in parts for index in part.indices]))
     return packed
 
 
+def _blocks(samples: Sequence[Flat]) -> list[list[Flat]]:
+    """Which samples of one schema share a block."""
+    found: list[list[Flat]] = []
+    room = 0
+    for part in [part for flat in samples for part in _split(flat)]:
+        nbytes = part.nbytes
+        if not found or nbytes > room:
+            found.append([])
+            room = BLOCK_BYTES
+        found[-1].append(part)
+        room -= nbytes
+    return found
+
+
 def _split(samples: Flat) -> list[Flat]:
-    sizes = samples.sizes()
-    if sum(sizes) <= BLOCK_BYTES:
+    """Parts that are each small enough for a block, or a single sample."""
+    if samples.nbytes <= BLOCK_BYTES:
         return [samples]
     parts: list[list[int]] = []
     room = 0
-    for row, size in enumerate(sizes):
+    for row, size in enumerate(samples.sizes()):
         if not parts or size > room:
             parts.append([])
             room = BLOCK_BYTES

@@ -162,7 +162,7 @@ class Reader:
         schema_of = self._places.schema_of
         if schema_of is None:
             return []
-        wanted = np.array(indices, np.int64)
+        wanted = np.asarray(indices, np.int64)
         return wanted[schema_of.numpy()[wanted] < 0].tolist()  # type: ignore[no-any-return]
 
     def all_missing(self) -> np.ndarray[Any, Any]:
@@ -264,11 +264,13 @@ class Reader:
         """
         places = self._places
         try:
+            if type(indices[0]) is int and not self.holds(indices[0]):
+                return None  # so it is in the epoch that fills: do not look at all of them
             array = indices.numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
-        except (TypeError, ValueError, OverflowError):
+        except (IndexError, TypeError, ValueError, OverflowError):
             return None
         # As unsigned numbers the negative ones are large: one comparison for both ends.
-        if array.dtype != np.int64 or array.ndim != 1 or not len(array) or array.view(np.uint64).max() >= self._length:
+        if array.dtype != np.int64 or array.ndim != 1 or array.view(np.uint64).max() >= self._length:
             return None
         wanted = torch.from_numpy(array)
         if places.only is not None:
@@ -283,7 +285,7 @@ class Reader:
     def holds(self, index: int) -> bool:
         """Whether this is the index, not counted from the end, of a cached sample."""
         schema_of = self._places.schema_of
-        return 0 <= index < self._length and (schema_of is None or int(schema_of[index]) >= 0)
+        return 0 <= index < self._length and (schema_of is None or bool(schema_of.numpy()[index] >= 0))
 
     def values(self, index: int, copy: bool) -> tuple[Schema, list[Any]]:
         """The schema and the leaves of a cached sample; views of the map if not ``copy``."""

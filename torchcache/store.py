@@ -19,16 +19,16 @@ import shutil
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchcache import block as blocks
 from torchcache import environment, folder
-from torchcache.block import HEAD_BYTES, BlockHead
+from torchcache.block import HEAD_BYTES, ID_BYTES, BlockHead
 from torchcache.environment import LOCK_FILE, Environment, foreign, translated
 from torchcache.errors import CorruptStoreError, FormatVersionError, NotAStoreError, StoreMismatchError
 from torchcache.schema import Schema
@@ -77,8 +77,7 @@ class Counters:
         return (self.source_reads, self.duplicate_reads, self.samples, self.nbytes, self.source_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
+class LogEntry(NamedTuple):
     """One published block: its number in the log, its head, who wrote it, where it lies, whose samples it holds."""
 
     sequence: int
@@ -99,10 +98,25 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What ``Store.claim`` found: the indices that are ours now, and the owners of the others."""
+    """What ``Store.claim`` found.
+
+    Attributes:
+        granted: the indices that are ours now.
+        held: the owners of the others.
+        transaction: number of the last transaction (``last_transaction``) that was seen.
+    """
 
     granted: list[int]
     held: dict[int, bytes]
+    transaction: int
+
+
+class _Own(NamedTuple):
+    """What need not be read from the log, because we have written it."""
+
+    head: BlockHead
+    owner: bytes
+    indices: np.ndarray[Any, Any]
 
 
 class Store:
@@ -121,6 +135,7 @@ class Store:
         self._dbs: dict[bytes, Any] = {}
         self._base = 0  # address of the file's first byte in LMDB's map
         self._schema_ids: dict[bytes, int] = {}
+        self._own: dict[int, _Own] = {}  # blocks that we have appended and not read in the log yet
         self.identity: Identity
         self.writable = False
 
@@ -299,6 +314,9 @@ class Store:
 
     def _entry(self, txn: Any, sequence: int, record: Any) -> LogEntry:
         block = txn.get(_key(sequence), db=self._dbs[b"blocks"])
+        own = self._own.pop(sequence, None)
+        if own is not None and block is not None and bytes(block[:ID_BYTES]) == own.head.block_id:
+            return LogEntry(sequence, own.head, own.owner, self._offset(txn, block), own.indices)
         if block is None or len(record) < _ENTRY.size:
             raise CorruptStoreError(f"{self.path}: block {sequence} is missing")
         block_id, owner, schema_id, count, nbytes, checksum = _ENTRY.unpack_from(record)
@@ -343,12 +361,11 @@ class Store:
         with self._write() as txn:
             wanted = missing(self._entries(txn, since))
             claims = self._claims(txn)
-            holders = {int(i): holder for holder in claims if holder not in usurped for i in claims[holder]}
-            held = {index: holders[index] for index in wanted if index in holders}
-            granted = [index for index in wanted if index not in held]
+            held = _holders(wanted, {holder: claims[holder] for holder in claims if holder not in usurped})
+            granted = [index for index in wanted if index not in held] if held else list(wanted)
             if granted:
                 self._put_claims(txn, owner, np.append(claims.get(owner, _NO_INDICES), granted))
-            return Claim(granted, held)
+            return Claim(granted, held, txn.id() - (not granted))  # nothing written: the number is not used up
 
     def release(self, owner: bytes, indices: Sequence[int]) -> None:
         """Gives claims back."""
@@ -405,21 +422,23 @@ class Store:
             size = totals.nbytes + sum(len(block) for block, _ in prepared)
             if not admit(size) or any(i in taken for _, indices in prepared for i in indices):
                 return entries, None
-            for block, indices in prepared:
-                self._append(txn, owner, block, indices)
+            appended = dict([self._append(txn, owner, block, indices) for block, indices in prepared])
             self._release(txn, owner, [i for _, indices in prepared for i in indices])
             count = sum(len(indices) for _, indices in prepared)
             totals += counters + Counters(samples=count, nbytes=size - totals.nbytes)
             self._put_counters(txn, totals)
-            return entries, totals
+        self._own.update(appended)  # now that it is committed
+        return entries, totals
 
-    def _append(self, txn: Any, owner: bytes, block: bytearray, indices: Sequence[int]) -> None:
+    def _append(self, txn: Any, owner: bytes, block: bytearray, indices: Sequence[int]) -> tuple[int, _Own]:
         cursor = txn.cursor(db=self._dbs[b"ids"])
         sequence = int.from_bytes(cursor.key(), "big") + 1 if cursor.last() else 0
         head = BlockHead.read(block)
         record = _ENTRY.pack(head.block_id, owner, head.schema_id, head.count, head.nbytes, head.checksum)
+        samples = np.asarray(indices, "<i8")
         txn.put(_key(sequence), block, db=self._dbs[b"blocks"], append=True)
-        txn.put(_key(sequence), record + np.asarray(indices, "<i8").tobytes(), db=self._dbs[b"ids"], append=True)
+        txn.put(_key(sequence), record + samples.tobytes(), db=self._dbs[b"ids"], append=True)
+        return sequence, _Own(head, owner, samples)
 
     # -- schemas and totals ------------------------------------------------------------------------------
 
@@ -560,6 +579,17 @@ def set_aside(path: Path, damaged: int) -> Path:
             _open_stores.pop(os.path.realpath(path), None)
             path.rename(aside)
     return aside
+
+
+def _holders(wanted: Sequence[int], claims: Mapping[bytes, np.ndarray[Any, Any]]) -> dict[int, bytes]:
+    """The owner of each of the wanted samples that has one."""
+    held: dict[int, bytes] = {}
+    ascending = np.sort(np.asarray(wanted, np.int64))
+    for holder, indices in claims.items() if len(ascending) else ():
+        nearest = ascending[np.searchsorted(ascending[:-1], indices)]
+        for index in nearest[nearest == indices].tolist():
+            held[index] = holder
+    return held
 
 
 def _key(number: int) -> bytes:
