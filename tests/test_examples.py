@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,32 @@ def test_torchvision_in_five_lines(cache_dir: Path) -> None:
 def test_augmentation_after_the_cache(cache_dir: Path) -> None:
     output = run("augmentation_after_the_cache.py", "--samples", "64")
     assert "the epochs differ: True; the source was read 64 times" in output
+
+
+def test_ddp_two_nodes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    nodes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
+                *("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port),
+                *(str(EXAMPLES / "ddp_two_nodes.py"), "--samples", "256", "--batch-size", "16"),
+            ],
+            env={**os.environ, "CACHE_DIR": str(tmp_path / f"node{node}"), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]  # with run("ddp_two_nodes.py") there would be one node
+    outputs = [node.communicate(timeout=240) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    output = outputs[0][0]
+    assert "12 steps on each of 4 ranks, losses equal plain DDP's: True" in output
+    assert "source reads: 256 for 256 samples and 3 epochs" in output
+    assert "samples cached on each node: [128, 128]" in output
 
 
 def test_every_example_is_tested() -> None:

@@ -19,14 +19,16 @@ PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
     {"_version", "errors", "packages"},
     {"bytecode"},
-    {"flatten", "schema", "fingerprint", "guard"},
+    {"flatten", "schema", "fingerprint", "guard", "topology"},
     {"block", "environment", "folder", "location", "owner"},
     {"store"},
     {"reader"},
-    {"packing", "buffer"},
+    {"packing", "buffer", "messages", "partitioned"},
     {"fill", "ahead"},
     {"collate"},
     {"dataset"},
+    {"exchange"},
+    {"distributed"},
     {"__init__"},
 ]
 # Within a layer, in this direction only.

@@ -96,9 +96,18 @@ def encode(schema: Schema, schema_id: int, samples: Sequence[Flat], min_bytes: i
     Returns:
         The block, with a new random id.
     """
+    pieces, end = lay_out(schema, samples)
+    block = bytearray().join([bytes(HEAD_BYTES), *pieces, bytes(max(0, min_bytes - end))])
+    count = sum([len(flat.indices) for flat in samples])
+    block[:HEAD_BYTES] = BlockHead.of(schema_id, count, memoryview(block)[HEAD_BYTES:]).pack()
+    return block
+
+
+def lay_out(schema: Schema, samples: Sequence[Flat]) -> tuple[list[Any], int]:
+    """What follows the head of a block of these samples: the pieces, and where in the block the last one ends."""
     count = sum([len(flat.indices) for flat in samples])
     starts, end = column_starts(schema.columns, count)
-    fixed: list[Any] = [bytes(HEAD_BYTES)]
+    fixed: list[Any] = []
     ragged: list[Any] = []
     for c, (column, start) in enumerate(zip(schema.columns, starts, strict=True)):
         values = [flat.columns[c] for flat in samples]
@@ -108,9 +117,7 @@ def encode(schema: Schema, schema_id: int, samples: Sequence[Flat], min_bytes: i
         else:
             fixed.extend(_fixed_values(column, values))
         fixed.append(bytes(-count * column.stride % COLUMN_ALIGN))
-    block = bytearray().join([*fixed, *ragged, bytes(max(0, min_bytes - end))])
-    block[:HEAD_BYTES] = BlockHead.of(schema_id, count, memoryview(block)[HEAD_BYTES:]).pack()
-    return block
+    return fixed + ragged, end
 
 
 def _fixed_values(column: Column, values: Sequence[Uniform | list[Leaf]]) -> list[Any]:

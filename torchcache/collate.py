@@ -116,7 +116,7 @@ def feeds_default_collate(caller: FrameType) -> bool:
 def batch_of(reader: Reader, rows: Rows) -> list[Any]:
     """A list of one object that ``default_collate`` turns into the batch of all the rows."""
     schema = rows.table.schema
-    make = _shortcut(schema)
+    make = shortcut(schema)
     if make is not None:
         return [Batch(reader, rows, make)]
     return [schema.rebuild([BatchColumn(reader, rows, c) for c in range(len(schema.columns))])]
@@ -141,12 +141,12 @@ def stacked_batch(samples: Flat) -> list[Any] | None:
 @lru_cache(maxsize=256)
 def _shortcut_of(spec: Spec, shapes: tuple[Dims, ...]) -> tuple[Schema, Callable[[list[Any]], Any]] | None:
     schema = Schema(spec, shapes)
-    make = _shortcut(schema)
+    make = shortcut(schema)
     return None if make is None else (schema, make)
 
 
 @lru_cache(maxsize=256)
-def _shortcut(schema: Schema) -> Callable[[list[Any]], Any] | None:
+def shortcut(schema: Schema) -> Callable[[list[Any]], Any] | None:
     """How to make the batch from its gathered columns, if that is as simple as it is for most samples.
 
     ``default_collate`` itself shows what becomes of the sample's container. It is asked once instead of for every

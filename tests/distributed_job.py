@@ -1,0 +1,115 @@
+"""One rank of the jobs that test_distributed.py starts. Arguments: scenario, folder, file of the rendezvous."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Source, assert_same, image_and_label
+from torch.utils.data import DataLoader, DistributedSampler
+
+from torchcache import CachedDataset
+from torchcache.distributed import ExchangeLoader
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def ragged(index: int) -> Any:
+    return {"boxes": torch.arange(4.0 * (index % 5)).view(-1, 4) + index, "name": f"image {index}"}
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def half(sample: Any) -> Any:
+    return sample[0] / 2, sample[1]
+
+
+class Fails(Source):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 13:
+            raise OSError("the source is away")
+        return super().__getitem__(index)
+
+
+def check(source: Source, cached: CachedDataset, batch_size: int, reference: Any, **kwargs: Any) -> None:
+    """Two epochs, the second one broken off and resumed, equal those of a plain loader over the bare dataset."""
+    sampler = DistributedSampler(source)
+    loader = ExchangeLoader(cached, sampler, batch_size, **kwargs)
+    plain = DataLoader(reference, batch_size, sampler=sampler, collate_fn=kwargs.get("collate_fn"))
+    assert len(loader) == len(plain)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert_same(list(loader), list(plain))
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    iterator.close()
+    loader.load_state_dict(state)
+    assert_same(first + list(loader), list(plain))
+    assert_same(list(loader), list(plain))
+    loader.close()
+
+
+def epochs(folder: Path) -> None:
+    own = folder / f"reference-{RANK}"  # the plain loader's reads are not counted
+    fixed = Source(203, folder / "fixed")
+    with CachedDataset(fixed) as cached:
+        check(fixed, cached, 8, Source(203, own))
+    with CachedDataset(fixed, transform=half) as cached:
+        check(fixed, cached, 8, [half(image_and_label(i)) for i in range(203)], prefetch=1)
+    dist.barrier()  # the other rank of this node has published what it read
+    with CachedDataset(fixed) as cached:
+        assert cached.stats.samples_cached == (101, 102)[int(os.environ["GROUP_RANK"])]
+    several = Source(50, folder / "ragged", ragged)
+    with CachedDataset(several) as cached:
+        check(several, cached, 4, Source(50, own, ragged), collate_fn=as_they_are)
+        assert 0 < cached.stats.samples_cached < 50
+
+
+def error(folder: Path) -> None:
+    source = Fails(64, folder / "source")
+    loader = ExchangeLoader(CachedDataset(source), DistributedSampler(source), 4)
+    # As it is on the rank that reads the sample, with that rank's number on the others.
+    with pytest.raises((OSError, RuntimeError), match=r"the source is away"):
+        list(loader)
+
+
+def death(folder: Path) -> None:
+    source = Source(64, folder / "source")
+    timeout = datetime.timedelta(seconds=20)
+    loader = ExchangeLoader(CachedDataset(source), DistributedSampler(source), 2, timeout=timeout)
+    try:
+        for number, _ in enumerate(loader):
+            if RANK == 1 and number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except RuntimeError as failure:
+        print(failure, flush=True)
+        os._exit(3)  # as after an error of any collective: the group cannot be closed in order
+
+
+def whole(folder: Path) -> None:
+    source = Source(64, folder / "source")
+    with CachedDataset(source) as cached:
+        sampler = DistributedSampler(source)
+        plain = DataLoader([image_and_label(i) for i in range(64)], 4, sampler=sampler)
+        assert_same(list(ExchangeLoader(cached, sampler, 4)), list(plain))
+
+
+def main() -> None:
+    scenario, folder, rendezvous = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=RANK, world_size=WORLD)
+    {"epochs": epochs, "error": error, "death": death, "whole": whole}[scenario](folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""Several nodes: one cache over all their disks, on ``torch.distributed``. docs/nodes.md explains it.
+
+Not imported by ``import torchcache``, which needs no ``torch.distributed``.
+"""
+
+from torchcache.exchange import ExchangeLoader
+from torchcache.partitioned import PartitionedSampler
+from torchcache.topology import Topology, find_topology
+
+__all__ = ["ExchangeLoader", "PartitionedSampler", "Topology", "find_topology"]
