@@ -7,16 +7,18 @@ everybody's batch, and two collective calls (lengths, then bytes) deliver it. do
 
 from __future__ import annotations
 
+import bisect
 import copy
 import datetime
 import functools
+import itertools
 import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, default_collate
@@ -25,8 +27,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torchcache import collate
 from torchcache.dataset import CachedDataset
 from torchcache.flatten import Flat, Uniform, flatten_many
-from torchcache.messages import Message, Received, pack, unpack
+from torchcache.messages import Later, Message, Received, pack, set_rows, unpack
+from torchcache.reader import Reader, Rows
+from torchcache.schema import Schema
 from torchcache.topology import Topology, find_topology, owners_of
+
+_LARGE_ROW_BYTES = 16 << 10  # from here on, a call for each row costs less than copying it twice
 
 
 class ExchangeLoader:
@@ -95,6 +101,7 @@ class ExchangeLoader:
         parts = self.topology.parts(len(dataset), seed=0)
         self._owner = owners_of(parts, len(dataset))
         self._server = _servers(self.topology)
+        self._sent = self._got = torch.empty(0, dtype=torch.uint8)
         self._batches = 0  # that this epoch has given
         self._resume_at = 0
 
@@ -141,65 +148,65 @@ class ExchangeLoader:
         rank = self.topology.rank
         # (ranks, batch): who serves each sample of each rank's batch.
         servers = self._server[self._owner[wanted].long(), torch.arange(len(wanted))[:, None]]
+        requesters, numbers = torch.nonzero(servers == rank).unbind(1)
         failure: BaseException | None = None
         messages: list[Message] = []
+        own: list[_Cached | Received] = []
         try:
-            for requester in range(len(wanted)):
-                numbers = torch.nonzero(servers[requester] == rank)[:, 0]
-                messages.append(pack(self._read(wanted[requester][numbers], numbers)))
+            found = self._read(wanted[requesters, numbers])
+            ends = itertools.accumulate(torch.bincount(requesters, minlength=len(wanted)).tolist())
+            for requester, (first, last) in enumerate(itertools.pairwise([0, *ends])):
+                part = [piece.part(first, last, numbers) for piece in found] if first < last else []
+                if requester == rank:  # no need to send these
+                    own = [piece.here() for piece in part if len(piece)]
+                messages.append(pack([piece.flat() for piece in part if requester != rank]))
         except BaseException as error:  # raised again when every rank knows
             failure = error
-        return self._collated(wanted.shape[1], self._exchange(messages, failure))
+        return self._collated(wanted.shape[1], [*own, *self._exchange(messages, failure)])
 
-    def _read(self, indices: torch.Tensor, numbers: torch.Tensor) -> list[Flat]:
-        """Some samples, taken apart: from the cache, or through it from the source."""
+    def _read(self, indices: torch.Tensor) -> list[_Cached] | list[_Read]:
+        """Some samples, numbered as they come: from the cache, or through it from the source."""
         if not len(indices):
             return []
+        numbers = torch.arange(len(indices))
         cache = self._source._connect()
         rows = None if cache is None else cache.reader.find(indices)
         if cache is not None and rows is not None:
-            schema = rows.table.schema
-            if all(column.shape is not None and column.torch_dtype is not None for column in schema.columns):
-                columns: list[Any] = [
-                    Uniform(column.shape or (), _bytes(cache.reader.gather(rows, c)))
-                    for c, column in enumerate(schema.columns)
-                ]
-                return [Flat(schema.spec, numbers.tolist(), columns)]
-        return flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))
+            columns = rows.table.schema.columns
+            if all(column.shape is not None and column.torch_dtype is not None for column in columns):
+                return [_Cached(cache.reader, rows, numbers)]
+        return [_Read(flat) for flat in flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))]
 
     def _exchange(self, messages: Sequence[Message], failure: BaseException | None) -> list[Received]:
-        """Sends each rank its message, and returns what the others have sent us.
+        """Sends each rank its message, and returns what the others have sent us: views that the next step overwrites.
 
         Raises:
             RuntimeError: if another rank could not read a sample; then all ranks raise.
         """
-        ranks = self.topology.num_replicas
-        if failure is None:
-            sizes = torch.tensor([message.nbytes for message in messages])
-            sent = np.empty(int(sizes.sum()), np.uint8)
-            first = 0
-            for message in messages:
-                message.write_to(sent[first : first + message.nbytes])
-                first += message.nbytes
-        else:  # a negative length announces the reason in the place of samples
+        if failure is not None:  # a negative length announces the reason in the place of samples
             reason = f"{type(failure).__name__}: {failure}".encode()[:1000]
-            sizes = torch.full((ranks,), -len(reason))
-            sent = np.frombuffer(reason * ranks, np.uint8).copy()
-        lengths = torch.empty_like(sizes)
-        dist.all_to_all_single(lengths, sizes, group=self._group)
-        got = torch.empty(int(lengths.abs().sum()), dtype=torch.uint8)
-        dist.all_to_all_single(
-            got, torch.from_numpy(sent), lengths.abs().tolist(), sizes.abs().tolist(), group=self._group
-        )
+            messages = [Message([reason], len(reason))] * self.topology.num_replicas
+        sizes = [message.nbytes for message in messages]
+        self._sent = _at_least(sum(sizes), self._sent)
+        sent = self._sent[: sum(sizes)]
+        for message, part in zip(messages, sent.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            message.write_to(part)
+        signed = torch.tensor(sizes) * (1 if failure is None else -1)
+        lengths = torch.empty_like(signed)
+        dist.all_to_all_single(lengths, signed, group=self._group)
+        expected = lengths.abs().tolist()
+        self._got = _at_least(sum(expected), self._got)
+        got = self._got[: sum(expected)]
+        dist.all_to_all_single(got, sent, expected, sizes, group=self._group)
         if failure is not None:
             raise failure
-        parts = got.split(lengths.abs().tolist())  # type: ignore[no-untyped-call]
+        parts = got.split(expected)  # type: ignore[no-untyped-call]
         for other in torch.nonzero(lengths < 0)[:, 0].tolist():
             reason = parts[other].numpy().tobytes()
             raise RuntimeError(f"rank {other} could not read a sample of this step: {reason.decode(errors='replace')}")
         return [received for part in parts for received in unpack(part.numpy())]
 
-    def _collated(self, count: int, groups: list[Received]) -> Any:
+    def _collated(self, count: int, groups: Sequence[_Cached | Received]) -> Any:
         """Our batch of what all ranks, we among them, have sent us."""
         transform = self.dataset.transform
         batch = _stacked(count, groups) if transform is None and self.collate_fn is default_collate else None
@@ -266,12 +273,84 @@ class _Ahead:
         self._thread.join()
 
 
-def _bytes(column: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A gathered column as bytes, one row a sample."""
-    return column.reshape(len(column), -1).view(torch.uint8).numpy()
+@dataclass(frozen=True)
+class _Cached:
+    """Samples in the cache, with what their receiver knows them by; stands where ``Received`` ones do, too."""
+
+    reader: Reader
+    places: Rows
+    numbers: torch.Tensor
+
+    @property
+    def schema(self) -> Schema:
+        return self.places.table.schema
+
+    def part(self, first: int, last: int, numbers: torch.Tensor) -> _Cached:
+        return _Cached(self.reader, self.places._replace(rows=self.places.rows[first:last]), numbers[first:last])
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def here(self) -> _Cached:
+        return self
+
+    def flat(self) -> Flat:
+        count = len(self.numbers)
+        columns: list[Any] = [
+            Uniform(column.shape or (), Later(count * column.stride, functools.partial(self._write, c)))
+            for c, column in enumerate(self.schema.columns)
+        ]
+        return Flat(self.schema.spec, self.numbers.tolist(), columns)
+
+    def _write(self, c: int, out: torch.Tensor) -> None:
+        self.reader.gather(self.places, c, out=out)
+
+    def copy_rows(self, c: int, out: torch.Tensor) -> None:
+        """Copies a column to the rows ``numbers`` of ``out``, which is of bytes."""
+        if self.schema.columns[c].stride >= _LARGE_ROW_BYTES:
+            for row, number in zip(self.places.rows.split(1), self.numbers.tolist(), strict=True):  # type: ignore[no-untyped-call]
+                self.reader.gather(self.places._replace(rows=row), c, out=out[number])
+        else:
+            column = self.reader.gather(self.places, c)
+            set_rows(out, self.numbers, column.reshape(len(column), -1).view(torch.uint8))
+
+    def samples(self) -> list[Any]:
+        table, rows = self.places
+        columns = range(len(self.schema.columns))
+        return [self.schema.rebuild([self.reader.value(table, c, row, True) for c in columns]) for row in rows.tolist()]
 
 
-def _stacked(count: int, groups: Sequence[Received]) -> Any:
+@dataclass(frozen=True)
+class _Read:
+    """Samples that were read from the source, or are not all alike."""
+
+    samples_of: Flat
+
+    def part(self, first: int, last: int, numbers: torch.Tensor) -> _Read:
+        samples = self.samples_of
+        rows = slice(bisect.bisect_left(samples.indices, first), bisect.bisect_left(samples.indices, last))
+        columns = [Uniform(c.dims, c.data[rows]) if isinstance(c, Uniform) else c[rows] for c in samples.columns]
+        return _Read(Flat(samples.spec, numbers[samples.indices[rows]].tolist(), columns))
+
+    def __len__(self) -> int:
+        return len(self.samples_of.indices)
+
+    def here(self) -> Received:
+        message = pack([self.samples_of])
+        data = torch.empty(message.nbytes, dtype=torch.uint8)
+        message.write_to(data)
+        return unpack(data.numpy())[0]
+
+    def flat(self) -> Flat:
+        return self.samples_of
+
+
+def _at_least(nbytes: int, buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer of this size: the same one as long as it is large enough, since new memory costs a fault a page."""
+    return buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _stacked(count: int, groups: Sequence[_Cached | Received]) -> Any:
     """The batch that ``default_collate`` would make, where whole columns can be put together; else ``None``."""
     schema = groups[0].schema
     make = collate.shortcut(schema)
@@ -282,10 +361,8 @@ def _stacked(count: int, groups: Sequence[Received]) -> Any:
         assert column.shape is not None  # the shortcut is for such columns alone
         assert column.torch_dtype is not None
         out = torch.empty((count, column.stride), dtype=torch.uint8)
-        if column.stride:
-            item = f"V{column.stride}"  # so that NumPy copies a whole row at once
-            for group in groups:
-                out.numpy().view(item)[group.numbers.numpy()] = group.rows(c).numpy().view(item)
+        for group in groups if column.stride else ():
+            group.copy_rows(c, out)
         columns.append(out.view(column.torch_dtype).view(count, *column.shape))
     return make(columns)
 
@@ -296,12 +373,10 @@ def _servers(topology: Topology) -> torch.Tensor:
     One's own, where the node is one's own; else the one of the node that has the same place there, so that every rank
     has about the same to send.
     """
-    table = torch.empty((topology.num_nodes, topology.num_replicas), dtype=torch.int64)
-    for node in range(topology.num_nodes):
-        ranks = topology.ranks_of(node)
-        for requester in range(topology.num_replicas):
-            own = topology.node_of_rank[requester] == node
-            table[node, requester] = requester if own else ranks[topology.local_rank_of(requester) % len(ranks)]
+    local = torch.tensor(topology.local_rank_of)
+    table = torch.stack([torch.tensor(ranks)[local % len(ranks)] for ranks in topology.ranks_of])
+    everyone = torch.arange(topology.num_replicas)
+    table[torch.tensor(topology.node_of_rank), everyone] = everyone
     return table
 
 

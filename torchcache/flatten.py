@@ -71,7 +71,7 @@ class Uniform(NamedTuple):
     """One leaf of several samples, of the same shape in all of them: the shape, and an array of (samples, bytes)."""
 
     dims: Dims
-    data: np.ndarray[Any, Any]
+    data: Any
 
     def leaves(self) -> list[Leaf]:
         return [(self.dims, row) for row in self.data]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,31 +19,53 @@ _GROUP = struct.Struct("<QQQ")  # bytes of the schema, number of samples, bytes 
 
 
 @dataclass(frozen=True)
+class Later:
+    """Bytes of a message that are not there yet.
+
+    Attributes:
+        nbytes: how many.
+        write: puts them into a tensor of so many bytes, which starts at a multiple of 64.
+    """
+
+    nbytes: int
+    write: Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
 class Message:
     """The pieces of a message, to be sent one after another.
 
     Attributes:
-        pieces: bytes-like objects.
+        pieces: bytes, arrays, and what is to be written later.
         nbytes: of all of them; a multiple of 64.
     """
 
     pieces: list[Any]
     nbytes: int
 
-    def write_to(self, out: np.ndarray[Any, Any]) -> None:
-        """Copies the message into an array of ``nbytes`` bytes."""
+    def write_to(self, out: torch.Tensor) -> None:
+        """Puts the message into a tensor of ``nbytes`` bytes."""
         position = 0
+        array = out.numpy()
         for piece in self.pieces:
-            source = np.frombuffer(piece, np.uint8) if isinstance(piece, bytes) else piece.reshape(-1)
-            out[position : position + source.nbytes] = source.view(np.uint8)
-            position += source.nbytes
+            nbytes = _size(piece)
+            if isinstance(piece, Later):
+                piece.write(out[position : position + nbytes])
+            elif nbytes:
+                array[position : position + nbytes] = np.frombuffer(piece, np.uint8)
+            position += nbytes
+
+
+def _size(piece: Any) -> int:
+    return len(piece) if isinstance(piece, bytes) else int(piece.nbytes)
 
 
 def pack(samples: Sequence[Flat]) -> Message:
     """Makes a message of samples.
 
     Args:
-        samples: taken apart; their ``indices`` are whatever number the receiver is to know each sample by.
+        samples: taken apart; their ``indices`` are whatever number the receiver is to know each sample by. A column
+            may be one that is written ``Later``.
     """
     pieces: list[Any] = []
     end = 0
@@ -51,9 +73,9 @@ def pack(samples: Sequence[Flat]) -> Message:
     def add(piece: Any) -> None:
         nonlocal end
         pieces.append(piece)
-        end += piece.nbytes if isinstance(piece, np.ndarray) else len(piece)
+        end += _size(piece)
 
-    for flat in samples:
+    for flat in [flat for flat in samples if flat.indices]:
         schema = Schema(flat.spec, tuple([c.dims if isinstance(c, Uniform) else None for c in flat.columns]))
         text = schema.to_json()
         body, body_end = lay_out(schema, [flat])
@@ -82,10 +104,10 @@ class Received:
     _data: np.ndarray[Any, Any]
     _starts: list[int]  # of the columns in the data
 
-    def rows(self, column: int) -> torch.Tensor:
-        """A fixed column as bytes, of shape ``(samples, bytes per sample)``; a view of the message."""
-        start, count, stride = self._starts[column], len(self.numbers), self.schema.columns[column].stride
-        return torch.from_numpy(self._data[start : start + count * stride]).view(count, stride)
+    def copy_rows(self, c: int, out: torch.Tensor) -> None:
+        """Copies a fixed column to the rows ``numbers`` of ``out``, which is of bytes."""
+        start, count, stride = self._starts[c], len(self.numbers), self.schema.columns[c].stride
+        set_rows(out, self.numbers, torch.from_numpy(self._data[start : start + count * stride]).view(count, stride))
 
     def samples(self) -> list[Any]:
         """The samples themselves, which own their memory."""
@@ -101,6 +123,12 @@ class Received:
             first, *dims = struct.unpack_from(f"<{1 + column.ndim}q", self._data.data, offset)
             offset, shape = offset + first, tuple(dims)
         return column.decode(self._data, offset, shape, True)
+
+
+def set_rows(out: torch.Tensor, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+    """``out[numbers] = rows`` for bytes, a whole row at a time."""
+    item = f"V{rows.shape[1]}"
+    out.numpy().view(item)[numbers.numpy()] = rows.numpy().view(item)
 
 
 def unpack(data: np.ndarray[Any, Any]) -> list[Received]:

@@ -82,12 +82,12 @@ class PartitionedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         part = self.part()
-        ranks = len(self.topology.ranks_of(self.topology.node))
+        ranks = len(self.topology.ranks_of[self.topology.node])
         order = part
         if self.shuffle:
             order = part[torch.randperm(len(part), generator=torch.Generator().manual_seed(self.seed + self.epoch))]
         order = order.repeat(math.ceil(self.num_samples * ranks / len(order)))[: self.num_samples * ranks]
-        mine = order[self.topology.local_rank_of(self.rank) :: ranks].tolist()
+        mine = order[self.topology.local_rank_of[self.rank] :: ranks].tolist()
         self._yielded, self._resume_at = self._resume_at, 0
         for index in itertools.islice(mine, self._yielded, None):
             self._yielded += 1

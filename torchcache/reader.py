@@ -318,13 +318,14 @@ class Reader:
             raise CorruptStoreError(f"{self._path}: a record at byte {offset} is damaged")
         return record
 
-    def gather(self, rows: Rows, c: int, *, shared: bool = False) -> torch.Tensor:
+    def gather(self, rows: Rows, c: int, *, shared: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies one fixed column of samples from the map into a new tensor, in one call.
 
         Args:
             rows: which samples.
             c: which column; its dtype must be one of torch's.
             shared: make the tensor in shared memory, as a DataLoader worker does that is about to send it.
+            out: copy the bytes there instead: a contiguous tensor of uint8 that starts at a multiple of 16 bytes.
 
         Returns:
             A tensor of shape ``(len(rows), *shape)`` and the column's torch dtype.
@@ -335,7 +336,10 @@ class Reader:
         count = rows.rows.numel()
         if math.prod(shape) == 0:
             return torch.empty((count, *shape), dtype=dtype, device=_CPU)
-        out = _new_shared((count, *shape), dtype).view(_WIDE[column.unit]) if shared else None
+        if out is not None:
+            out = out.view(_WIDE[column.unit]).view(count, *_wide_shape(column))
+        elif shared:
+            out = _new_shared((count, *shape), dtype).view(_WIDE[column.unit])
         if c in rows.table.dense:
             found = _select(rows.table.dense[c][1], rows.rows, out)
             return found if dtype is found.dtype else found.view(dtype)

@@ -7,9 +7,13 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+
+# Not the order in which DistributedSampler draws with the same seed: all ranks would want one node's part at a time.
+_PARTS_SEED = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,19 @@ class Topology:
         """The node of this process."""
         return self.node_of_rank[self.rank]
 
-    def ranks_of(self, node: int) -> list[int]:
-        """The ranks of a node, in ascending order."""
-        return [rank for rank, its_node in enumerate(self.node_of_rank) if its_node == node]
+    @cached_property
+    def ranks_of(self) -> list[list[int]]:
+        """For each node its ranks, in ascending order."""
+        ranks: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for rank, node in enumerate(self.node_of_rank):
+            ranks[node].append(rank)
+        return ranks
 
-    def local_rank_of(self, rank: int) -> int:
-        """The place of a rank among those of its node."""
-        return self.ranks_of(self.node_of_rank[rank]).index(rank)
+    @cached_property
+    def local_rank_of(self) -> list[int]:
+        """For each rank its place among those of its node."""
+        places = {rank: place for ranks in self.ranks_of for place, rank in enumerate(ranks)}
+        return [places[rank] for rank in range(self.num_replicas)]
 
     def parts(self, length: int, seed: int) -> list[torch.Tensor]:
         """The indices that each node keeps: a fixed random part of the data, as large as its share of the ranks.
@@ -57,10 +67,8 @@ class Topology:
         Raises:
             ValueError: if a node would get none.
         """
-        shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
-        ends = [0]
-        for node in range(self.num_nodes):
-            ends.append(ends[-1] + len(self.ranks_of(node)))
+        shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(_PARTS_SEED + seed))
+        ends = [0, *itertools.accumulate([len(ranks) for ranks in self.ranks_of])]
         bounds = [length * end // self.num_replicas for end in ends]
         if any(first == last for first, last in itertools.pairwise(bounds)):
             raise ValueError(f"{length} samples cannot be split over {self.num_nodes} nodes: one would get none")

@@ -1,0 +1,153 @@
+"""Several nodes: what the exchange moves, and how fast.
+
+First from the real samplers, for clusters of 2 to 1,024 nodes: the bytes that one node receives in a step, the source
+reads of all epochs, the disk that each node needs; beside what it takes when every node reads and caches everything.
+Then on this machine, with two processes: the exchange's rate against gloo's bare all_to_all of the same bytes. The
+ratio to read is exchange/bare: the median over the rounds, with the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import (
+    Spread,
+    add_run_options,
+    clock,
+    environment,
+    environment_line,
+    new_parser,
+    positive,
+    ratios,
+    scratch_folder,
+    table,
+    write_json,
+)
+from torch.utils.data import Dataset, DistributedSampler
+
+from torchcache import CachedDataset
+from torchcache.distributed import ExchangeLoader
+from torchcache.exchange import _order_of_all_ranks, _servers
+from torchcache.topology import Topology, owners_of
+
+NODES = (2, 4, 8, 16, 64, 256, 1024)
+STEPS = 3  # of the simulated epoch that are looked at
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--samples", type=positive, default=1_281_167, metavar="N", help="simulated (%(default)s)")
+    parser.add_argument("--sample-bytes", type=positive, default=150_528, metavar="N", help="default: %(default)s")
+    parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="a rank's (%(default)s)")
+    parser.add_argument("--epochs", type=positive, default=90, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="measured (%(default)s)")
+    add_run_options(parser)
+    return parser.parse_args()
+
+
+def simulate(args: argparse.Namespace, nodes: int) -> dict[str, float]:
+    """What a cluster moves, reads and keeps."""
+    world = nodes * args.ranks_per_node
+    topology = Topology(0, tuple([rank // args.ranks_per_node for rank in range(world)]))
+    owners = owners_of(topology.parts(args.samples, seed=0), args.samples)
+    order = _order_of_all_ranks(DistributedSampler(range(args.samples), world, 0, seed=args.seed))
+    wanted = order[:, : STEPS * args.batch_size]
+    servers = _servers(topology)[owners[wanted].long(), torch.arange(world)[:, None]]
+    node_of_rank = torch.tensor(topology.node_of_rank)
+    foreign = node_of_rank[servers] != node_of_rank[:, None]
+    first = foreign[: args.ranks_per_node].sum().item() / (wanted.shape[1] / args.batch_size)
+    return {
+        "received_bytes_per_step": first * args.sample_bytes,
+        "source_reads": args.samples,
+        "source_reads_without": args.samples * nodes,
+        "disk_bytes": args.samples / nodes * args.sample_bytes,
+        "disk_bytes_without": args.samples * args.sample_bytes,
+    }
+
+
+class Images(Dataset[Any]):
+    """Images in memory, of the size that was asked for."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.pixels = torch.randint(256, (count, nbytes), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.pixels[index], index
+
+
+def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    """One of two ranks, each a node: seconds a step of the exchange and of gloo alone, in turns."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    batch = args.batch_size
+    source = Images(40 * batch, args.sample_bytes)
+    sampler = DistributedSampler(source, seed=args.seed)
+    seconds: dict[str, list[float]] = {"exchange": [], "bare": []}
+    with CachedDataset(source, cache_dir=folder / f"node{rank}", key="images") as dataset:
+        loader = ExchangeLoader(dataset, sampler, batch, num_nodes=2)
+        steps = sum(1 for _ in loader)  # fills
+        sent = torch.empty(batch * args.sample_bytes, dtype=torch.uint8)
+        got = torch.empty_like(sent)
+        for _ in range(args.rounds):
+            dist.barrier()
+            start = clock()
+            for _ in range(steps):
+                dist.all_to_all_single(got, sent)
+            seconds["bare"].append((clock() - start) / steps)
+            dist.barrier()
+            start = clock()
+            for _ in loader:
+                pass
+            seconds["exchange"].append((clock() - start) / steps)
+        loader.close()
+    if rank == 0:
+        torch.save(seconds, folder / "seconds")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Simulates, measures and reports. Returns the exit status."""
+    args = options()
+    facts = environment()
+    print(environment_line(facts))
+    simulated = {nodes: simulate(args, nodes) for nodes in NODES if nodes * args.ranks_per_node <= args.samples}
+    print(
+        f"{args.samples:,} samples of {args.sample_bytes:,} bytes, {args.ranks_per_node} ranks a node, batches of "
+        f"{args.batch_size} a rank; in brackets what it is when every node reads everything"
+    )
+    rows = [
+        [
+            f"{nodes:,}",
+            f"{result['received_bytes_per_step'] / 1e6:.1f} [0]",
+            f"{result['source_reads'] / 1e6:.2f} [{result['source_reads_without'] / 1e6:.2f}]",
+            f"{result['disk_bytes'] / 1e9:.1f} [{result['disk_bytes_without'] / 1e9:.1f}]",
+        ]
+        for nodes, result in simulated.items()
+    ]
+    print("\n" + table(["nodes", "MB a node and step", "million source reads", "GB of disk a node"], rows) + "\n")
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with scratch_folder(args.cache_dir, "nodes") as folder:
+        torch.multiprocessing.spawn(measure, (args, folder), nprocs=2)  # type: ignore[no-untyped-call]
+        seconds = torch.load(folder / "seconds")
+    rate = ratios(seconds["bare"], seconds["exchange"])
+    bare = Spread.of([args.batch_size * args.sample_bytes / 2e9 / s for s in seconds["bare"]])
+    print(f"gloo alone, two processes: {bare.median:.2f} GB/s each way; the exchange reaches {rate} of it")
+    write_json(args, facts, {"simulated": simulated, "seconds": seconds, "rate": rate})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
