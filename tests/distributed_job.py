@@ -16,7 +16,7 @@ from helpers import Source, assert_same, image_and_label
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchcache import CachedDataset
-from torchcache.distributed import ExchangeLoader
+from torchcache.distributed import ExchangeLoader, fill_part
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -75,6 +75,16 @@ def epochs(folder: Path) -> None:
         assert 0 < cached.stats.samples_cached < 50
 
 
+def part(folder: Path) -> None:
+    source = Source(90, folder / "source")
+    with CachedDataset(source) as cached:
+        fill_part(cached, progress=False)
+    dist.barrier()
+    with CachedDataset(source) as cached:
+        assert cached.stats.samples_cached == 45
+        list(ExchangeLoader(cached, DistributedSampler(source), 8))
+
+
 def error(folder: Path) -> None:
     source = Fails(64, folder / "source")
     loader = ExchangeLoader(CachedDataset(source), DistributedSampler(source), 4)
@@ -107,7 +117,7 @@ def whole(folder: Path) -> None:
 def main() -> None:
     scenario, folder, rendezvous = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=RANK, world_size=WORLD)
-    {"epochs": epochs, "error": error, "death": death, "whole": whole}[scenario](folder)
+    {"epochs": epochs, "part": part, "error": error, "death": death, "whole": whole}[scenario](folder)
     dist.destroy_process_group()
 
 

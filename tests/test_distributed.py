@@ -71,6 +71,11 @@ def test_the_exchange_gives_what_a_distributed_sampler_draws(tmp_path: Path) -> 
         assert Source(length, tmp_path / name).reads() == Counter(range(length))
 
 
+def test_each_node_fills_its_part_ahead(tmp_path: Path) -> None:
+    run("part", tmp_path)
+    assert Source(90, tmp_path / "source").reads() == Counter(range(90))
+
+
 def test_an_error_of_the_source_reaches_every_rank(tmp_path: Path) -> None:
     run("error", tmp_path)
 

@@ -246,7 +246,7 @@ class CachedDataset(Dataset[Any]):
             bytes_cached=totals.nbytes,
         )
 
-    def fill(self, num_workers: int = 0, progress: bool = True) -> None:
+    def fill(self, num_workers: int = 0, progress: bool = True, *, indices: Sequence[int] | None = None) -> None:
         """Reads everything that is not cached yet, in the order of the indices.
 
         Any number of processes may do so at once; they share the work.
@@ -254,6 +254,7 @@ class CachedDataset(Dataset[Any]):
         Args:
             num_workers: processes that read, as in a ``DataLoader``.
             progress: show a progress bar, where there is a terminal.
+            indices: read only these.
         """
         cache = self._connect()
         # First what nobody else is reading, then what others have not finished.
@@ -261,9 +262,11 @@ class CachedDataset(Dataset[Any]):
             if cache is None or self.complete or not cache.filler.admitting:
                 return
             read = functools.partial(self._fill_batch, wait)
-            missing = cache.reader.all_missing()
+            missing, total = cache.reader.all_missing(), len(self)
+            if indices is not None:
+                missing, total = np.intersect1d(missing, indices), len(indices)
             with self._discarded_if_empty():
-                ahead.fill_ahead(read, missing, num_workers=num_workers, progress=progress, total=len(self))
+                ahead.fill_ahead(read, missing, num_workers=num_workers, progress=progress, total=total)
         if self.complete and cache is not None:
             cache.filler.seal()
 

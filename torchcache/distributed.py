@@ -3,8 +3,8 @@
 Not imported by ``import torchcache``, which needs no ``torch.distributed``.
 """
 
-from torchcache.exchange import ExchangeLoader
+from torchcache.exchange import ExchangeLoader, fill_part
 from torchcache.partitioned import PartitionedSampler
 from torchcache.topology import Topology, find_topology
 
-__all__ = ["ExchangeLoader", "PartitionedSampler", "Topology", "find_topology"]
+__all__ = ["ExchangeLoader", "PartitionedSampler", "Topology", "fill_part", "find_topology"]

@@ -273,6 +273,28 @@ class _Ahead:
         self._thread.join()
 
 
+def fill_part(
+    dataset: CachedDataset,
+    num_workers: int = 0,
+    progress: bool = True,
+    *,
+    node_rank: int | None = None,
+    num_nodes: int | None = None,
+) -> None:
+    """Reads what this node keeps for ``ExchangeLoader``; to be called on every rank. A node's ranks share the work.
+
+    Args:
+        dataset: the cache of this node.
+        num_workers: processes of each rank that read.
+        progress: show a progress bar, where there is a terminal.
+        node_rank: as for ``ExchangeLoader``.
+        num_nodes: as for ``ExchangeLoader``.
+    """
+    topology = find_topology(None, None, node_rank, num_nodes)
+    part = topology.parts(len(dataset), seed=0)[topology.node].sort().values
+    dataset.fill(num_workers, progress, indices=part.tolist())
+
+
 @dataclass(frozen=True)
 class _Cached:
     """Samples in the cache, with what their receiver knows them by; stands where ``Received`` ones do, too."""
