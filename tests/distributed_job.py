@@ -6,6 +6,7 @@ import datetime
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +94,31 @@ def error(folder: Path) -> None:
         list(loader)
 
 
-def death(folder: Path) -> None:
+def until_an_error(folder: Path, at: int, happens: Callable[[], None], timeout_s: int) -> None:
+    """Iterates until the others are gone, which something brings about at one of the batches."""
     source = Source(64, folder / "source")
-    timeout = datetime.timedelta(seconds=20)
+    timeout = datetime.timedelta(seconds=timeout_s)
     loader = ExchangeLoader(CachedDataset(source), DistributedSampler(source), 2, timeout=timeout)
     try:
         for number, _ in enumerate(loader):
-            if RANK == 1 and number == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if number == at:
+                happens()
     except RuntimeError as failure:
         print(failure, flush=True)
         os._exit(3)  # as after an error of any collective: the group cannot be closed in order
+
+
+def death(folder: Path) -> None:
+    until_an_error(folder, 3, lambda: os.kill(os.getpid(), signal.SIGKILL) if RANK == 1 else None, 20)
+
+
+def cut(folder: Path) -> None:
+    def wait_until_cut() -> None:
+        if RANK == 0:
+            (folder / "ready").write_bytes(b"")  # both are pipes: each waits for the other end
+            (folder / "cut").read_bytes()
+
+    until_an_error(folder, 3, wait_until_cut, 5)
 
 
 def whole(folder: Path) -> None:
@@ -117,7 +132,7 @@ def whole(folder: Path) -> None:
 def main() -> None:
     scenario, folder, rendezvous = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=RANK, world_size=WORLD)
-    {"epochs": epochs, "part": part, "error": error, "death": death, "whole": whole}[scenario](folder)
+    {"epochs": epochs, "part": part, "error": error, "death": death, "cut": cut, "whole": whole}[scenario](folder)
     dist.destroy_process_group()
 
 

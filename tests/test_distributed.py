@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ HERE = Path(__file__).parent
 ENDED_S = 120  # a test that has not ended by then hangs
 
 
-def start(scenario: str, folder: Path, *, nodes: int = 2, ranks_per_node: int = 2) -> list[subprocess.Popen[str]]:
-    """Starts the ranks of a job, each node with a cache folder of its own, as torchrun would."""
+def start(
+    scenario: str, folder: Path, *, nodes: int = 2, ranks_per_node: int = 2, namespaces: list[str] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Starts the ranks of a job, each node with a cache folder of its own, as torchrun would.
+
+    With ``namespaces`` each node is in the network namespace of that name.
+    """
     world = nodes * ranks_per_node
     rendezvous = folder / f"rendezvous-{os.urandom(4).hex()}"
     processes = []
@@ -41,9 +47,10 @@ def start(scenario: str, folder: Path, *, nodes: int = 2, ranks_per_node: int = 
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
             "GROUP_RANK": str(node),
             "GROUP_WORLD_SIZE": str(nodes),
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "eth0" if namespaces else "lo",
         }
-        command = [sys.executable, str(HERE / "distributed_job.py"), scenario, str(folder), str(rendezvous)]
+        within = ["ip", "netns", "exec", namespaces[node]] if namespaces else []
+        command = [*within, sys.executable, str(HERE / "distributed_job.py"), scenario, str(folder), str(rendezvous)]
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
         )
@@ -91,6 +98,42 @@ def test_a_rank_that_dies_ends_the_job_and_another_number_of_nodes_goes_on(tmp_p
     after = Source(64, tmp_path / "source").reads()
     assert set(after) == set(range(64))
     assert sum(after.values()) < before + 64  # node 0 has kept what it had
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them."""
+    names = [f"torchcache-{os.getpid()}-{n}" for n in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    try:
+        ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.213.7.{number + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+def test_a_host_that_is_cut_off_ends_the_job(tmp_path: Path, hosts: list[str]) -> None:
+    os.mkfifo(tmp_path / "ready")
+    os.mkfifo(tmp_path / "cut")
+    processes = start("cut", tmp_path, ranks_per_node=1, namespaces=hosts)
+    (tmp_path / "ready").read_bytes()  # waits until the first rank is in the middle of its epoch
+    ip("-n", hosts[1], "link", "set", "eth0", "down")
+    (tmp_path / "cut").write_bytes(b"")
+    texts = outputs(processes)
+    assert [process.returncode for process in processes] == [3, 3], texts
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
