@@ -160,9 +160,12 @@ class ExchangeLoader:
                 if requester == rank:  # no need to send these
                     own = [piece.here() for piece in part if len(piece)]
                 messages.append(pack([piece.flat() for piece in part if requester != rank]))
+            sizes = self._write(messages)
         except BaseException as error:  # raised again when every rank knows
             failure = error
-        return self._collated(wanted.shape[1], [*own, *self._exchange(messages, failure)])
+            reason = f"{type(error).__name__}: {error}".encode()[:1000]
+            sizes = self._write([Message([reason], len(reason))] * len(wanted))
+        return self._collated(wanted.shape[1], [*own, *self._exchange(sizes, failure)])
 
     def _read(self, indices: torch.Tensor) -> list[_Cached] | list[_Read]:
         """Some samples, numbered as they come: from the cache, or through it from the source."""
@@ -177,27 +180,33 @@ class ExchangeLoader:
                 return [_Cached(cache.reader, rows, numbers)]
         return [_Read(flat) for flat in flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))]
 
-    def _exchange(self, messages: Sequence[Message], failure: BaseException | None) -> list[Received]:
+    def _write(self, messages: Sequence[Message]) -> list[int]:
+        """Puts the messages into the buffer that is sent, one after another, and returns their sizes."""
+        sizes = [message.nbytes for message in messages]
+        self._sent = _at_least(sum(sizes), self._sent)
+        parts = self._sent[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
+        for message, part in zip(messages, parts, strict=True):
+            message.write_to(part)
+        return sizes
+
+    def _exchange(self, sizes: list[int], failure: BaseException | None) -> list[Received]:
         """Sends each rank its message, and returns what the others have sent us: views that the next step overwrites.
+
+        Args:
+            sizes: of the messages in the buffer.
+            failure: why they are reasons, not samples; raised here when every rank knows.
 
         Raises:
             RuntimeError: if another rank could not read a sample; then all ranks raise.
         """
-        if failure is not None:  # a negative length announces the reason in the place of samples
-            reason = f"{type(failure).__name__}: {failure}".encode()[:1000]
-            messages = [Message([reason], len(reason))] * self.topology.num_replicas
-        sizes = [message.nbytes for message in messages]
-        self._sent = _at_least(sum(sizes), self._sent)
-        sent = self._sent[: sum(sizes)]
-        for message, part in zip(messages, sent.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-            message.write_to(part)
+        # A negative length announces the reason in the place of samples.
         signed = torch.tensor(sizes) * (1 if failure is None else -1)
         lengths = torch.empty_like(signed)
         dist.all_to_all_single(lengths, signed, group=self._group)
         expected = lengths.abs().tolist()
         self._got = _at_least(sum(expected), self._got)
         got = self._got[: sum(expected)]
-        dist.all_to_all_single(got, sent, expected, sizes, group=self._group)
+        dist.all_to_all_single(got, self._sent[: sum(sizes)], expected, sizes, group=self._group)
         if failure is not None:
             raise failure
         parts = got.split(expected)  # type: ignore[no-untyped-call]
