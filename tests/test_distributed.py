@@ -240,6 +240,14 @@ def test_nodes_with_different_numbers_of_ranks() -> None:
     assert (topology.ranks_of, topology.local_rank_of) == ([[0, 1, 2], [3]], [0, 1, 2, 0])
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_step_needs_something_of_every_node(seed: int) -> None:
+    owners = owners_of(Topology(0, (0, 1)).parts(1000, seed=0), 1000)
+    order = _order_of_all_ranks(DistributedSampler(range(1000), 2, 0, seed=seed))
+    for step in order.split(50, dim=1):
+        assert 20 < int(owners[step].sum()) < 80
+
+
 def test_torchrun_tells_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WORLD_SIZE", 4), ("RANK", 3), ("LOCAL_WORLD_SIZE", 2), ("GROUP_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))

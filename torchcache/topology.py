@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 # Not the order in which DistributedSampler draws with the same seed: all ranks would want one node's part at a time.
-_PARTS_SEED = 1 << 40
+# Within 32 bits, of which torch's generator is made.
+_PARTS_SEED = 0x7061_7274
 
 
 @dataclass(frozen=True)
