@@ -3,7 +3,7 @@
 First from the real samplers, for clusters of 2 to 1,024 nodes: the bytes that one node receives in a step, the source
 reads of all epochs, the disk that each node needs; beside what it takes when every node reads and caches everything.
 Then on this machine, with two processes: the exchange's rate against gloo's bare all_to_all of the same bytes. The
-ratio to read is exchange/bare: the median over the rounds, with the lowest and the highest.
+ratio to read is bare/exchange: the median over the rounds, with the lowest and the highest.
 """
 
 from __future__ import annotations
