@@ -98,13 +98,15 @@ def until_an_error(folder: Path, at: int, happens: Callable[[], None], timeout_s
     """Iterates until the others are gone, which something brings about at one of the batches."""
     source = Source(64, folder / "source")
     timeout = datetime.timedelta(seconds=timeout_s)
-    loader = ExchangeLoader(CachedDataset(source), DistributedSampler(source), 2, timeout=timeout)
+    cached = CachedDataset(source)
+    loader = ExchangeLoader(cached, DistributedSampler(source), 2, timeout=timeout)
     try:
         for number, _ in enumerate(loader):
             if number == at:
                 happens()
     except RuntimeError as failure:
         print(failure, flush=True)
+        cached.close()
         os._exit(3)  # as after an error of any collective: the group cannot be closed in order
 
 
