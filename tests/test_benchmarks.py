@@ -19,6 +19,8 @@ SIDE_BY_SIDE = 2  # most of a tiny run is importing torch
 LENET = ("lenet_mnist", "--limit", 256, "--epochs", 2, "--device", "cpu", "--no-download")
 READS = ("source_reads", "--limit", 256, "--epochs", 2, "--workers", 2, 1, "--batch-size", 16, "--no-download")
 KILLS = ("kill_restart", "--kills", 1, "--samples", 600, "--batch-size", 16, "--workers", 1)
+NODES = ("nodes", "--samples", 4096, "--sample-bytes", 4096, "--batch-size", 8, "--rounds", 1)
+SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, "--nodes", 2, "--no-download")
 
 Run = tuple[str, dict[str, Any]]
 
@@ -42,7 +44,8 @@ def run(folder: Path, script: str, *options: object) -> Run:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder for each program; the one of the comparison holds somebody else's store already."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("data", "uncached", "compared", "reads", "kills")}
+    names = ("data", "uncached", "compared", "reads", "kills", "nodes", "shuffles")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
     foreign = folders["compared"] / "cache" / "mnist-train-0"
     foreign.mkdir(parents=True)
     (foreign / "data.mdb").write_text("another store")
@@ -59,6 +62,8 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "kills": KILLS,
         "compared": (*LENET, "--compare", *data, *plot),
         "reads": (*READS, *data),
+        "nodes": NODES,
+        "shuffles": (*SHUFFLES, *data),
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -99,3 +104,17 @@ def test_kill_and_restart(runs: dict[str, Future[Run]]) -> None:
     assert "every sample equals the source's" in output
     assert numbers["killed"] == 1
     assert numbers["problems"] == []
+
+
+def test_nodes(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["nodes"].result()
+    assert "the exchange reaches" in output
+    two, four = numbers["simulated"]["2"], numbers["simulated"]["4"]
+    assert two["disk_bytes"] == 2 * four["disk_bytes"]
+    assert 0 < two["received_bytes_per_step"] < four["received_bytes_per_step"] < 8 * 8 * 4096
+
+
+def test_the_partitioned_shuffle(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["shuffles"].result()
+    assert "2 nodes of one rank" in output
+    assert {name: len(values) for name, values in numbers["accuracy"].items()} == {"global": 1, "partitioned": 1}
