@@ -27,7 +27,7 @@ LAYERS = [
     {"fill", "ahead"},
     {"collate"},
     {"dataset"},
-    {"exchange"},
+    {"exchange", "loader"},
     {"distributed"},
     {"__init__"},
 ]

@@ -21,11 +21,13 @@ from torchcache.errors import (
 )
 from torchcache.fingerprint import Fingerprint, fingerprint
 from torchcache.guard import split_transform
+from torchcache.loader import DataLoader
 
 __all__ = [
     "CacheBypassWarning",
     "CachedDataset",
     "CorruptStoreError",
+    "DataLoader",
     "Fingerprint",
     "FingerprintError",
     "FormatVersionError",

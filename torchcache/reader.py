@@ -69,6 +69,11 @@ class Table:
         self.count = last
         return first
 
+    def look_up(self, c: int, rows: torch.Tensor) -> torch.Tensor:
+        """For one column the offsets of samples, or the values themselves where it is dense; see ``Reader.take``."""
+        source = self.dense[c][1] if c in self.dense else self.columns[c]
+        return source.index_select(0, rows) if len(source) else rows
+
 
 @lru_cache(maxsize=1024)
 def _steps(schema: Schema, count: int) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
@@ -343,12 +348,31 @@ class Reader:
         if c in rows.table.dense:
             found = _select(rows.table.dense[c][1], rows.rows, out)
             return found if dtype is found.dtype else found.view(dtype)
-        offsets = rows.table.columns[c].index_select(0, rows.rows)
+        return self._gather_at(column, dtype, rows.table.columns[c].index_select(0, rows.rows), out)
+
+    def only_table(self) -> Table | None:
+        """The table of all samples, in their order, if the store is sealed and has but one schema."""
+        return self._places.only
+
+    def take(self, table: Table, c: int, found: torch.Tensor) -> torch.Tensor:
+        """What ``gather`` returns, of samples whose places were looked up (``Table.look_up``)."""
+        column = table.schema.columns[c]
+        shape, dtype = column.shape, column.torch_dtype
+        assert shape is not None and dtype is not None
+        if math.prod(shape) == 0:
+            return torch.empty((len(found), *shape), dtype=dtype, device=_CPU)
+        if c in table.dense:
+            return found.clone().view(dtype)
+        return self._gather_at(column, dtype, found, None)
+
+    def _gather_at(
+        self, column: Column, dtype: torch.dtype, offsets: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
         try:
             found = _select(self._window(column), offsets, out)
         except IndexError:
             # The file has grown since it was mapped, or the offset was never in it.
-            self._map_to(int(offsets.max()) * column.unit + column.nbytes(shape))
+            self._map_to(int(offsets.max()) * column.unit + column.stride)
             try:
                 found = _select(self._window(column), offsets, out)
             except IndexError as error:
