@@ -25,6 +25,7 @@ from torchcache.dataset import CachedDataset
 from torchcache.reader import Reader, Table
 
 LOOK_UP_SAMPLES = 1 << 16  # places looked up at once; 8 bytes a sample and column
+MOST_HANDED_OVER, HANDED_OVER_BYTES = 8, 2 << 20  # batches that a thread makes at a time, if they are small
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -84,6 +85,7 @@ class _Gather:
         self._make = make
         self._subset = subset
         self.length = table.count if subset is None else len(subset)
+        self.sample_bytes = sum(column.stride for column in table.schema.columns)
 
     def look_up(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """For each column the places of samples, or their values themselves where these are small."""
@@ -103,18 +105,27 @@ def _batches(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Ite
     if loader.num_workers == 0:
         return (task() for task in tasks)
     pool = ThreadPoolExecutor(loader.num_workers, thread_name_prefix="torchcache-loader")
-    prefetch = loader.num_workers * (loader.prefetch_factor or 2)
+    # Several to a thread at a time: handing over costs as much as gathering a small batch.
+    few = min(MOST_HANDED_OVER, HANDED_OVER_BYTES // max(1, gather.sample_bytes * (loader.batch_size or 1)))
+    size = max(few, loader.prefetch_factor or 2)
+    groups = iter(lambda: list(itertools.islice(tasks, size)), [])
     # Drawn now, as by the parent, not when the first batch is asked for.
-    ahead = deque([pool.submit(task) for task in itertools.islice(tasks, prefetch)])
-    return _in_order(pool, ahead, tasks)
+    ahead = deque([pool.submit(_run, group) for group in itertools.islice(groups, loader.num_workers)])
+    return _in_order(pool, ahead, groups)
 
 
-def _in_order(pool: ThreadPoolExecutor, ahead: deque[Future[Any]], tasks: Iterator[Callable[[], Any]]) -> Iterator[Any]:
+def _run(tasks: list[Callable[[], Any]]) -> list[Any]:
+    return [task() for task in tasks]
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, ahead: deque[Future[list[Any]]], groups: Iterator[list[Callable[[], Any]]]
+) -> Iterator[Any]:
     try:
         while ahead:
-            batch = ahead.popleft().result()
-            ahead.extend([pool.submit(task) for task in itertools.islice(tasks, 1)])
-            yield batch
+            batches = ahead.popleft().result()
+            ahead.extend([pool.submit(_run, group) for group in itertools.islice(groups, 1)])
+            yield from batches
     finally:
         pool.shutdown(cancel_futures=True)
 
