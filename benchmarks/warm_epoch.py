@@ -1,15 +1,17 @@
-"""A warm, shuffled epoch of MNIST through a stock DataLoader, and the gather underneath it.
+"""A warm, shuffled epoch of MNIST through a stock DataLoader and through torchcache's, and the gather underneath.
 
 Images are float32 (``ToTensor`` and ``Normalize``), the loader has no workers by default, and the store is complete,
 was filled in another order than it is read in, and lies in the page cache. The contestants take turns:
 
 - cached: ``CachedDataset``, reopened after its fill;
+- cached, own loader: the same through ``torchcache.DataLoader``;
 - uncached: the torchvision data set itself;
 - in RAM: a ``TensorDataset`` of the same images;
 - floor: a data set that does nothing, with a collate function that does nothing: sampler and loader alone.
 
 Then the gathers alone, also in turns: batches of the store against ``index_select`` on contiguous tensors in RAM, as
 PyTorch does it and on one thread (it spreads even such short copies over threads, and waits for the slowest of them).
+"Gather" looks up the places of each batch, as under a stock loader, "gather, looked up" those of the epoch at once.
 Every ratio is the median over the rounds, with the lowest and the highest. An epoch through the cache is first
 compared with the same epoch from RAM, value by value.
 """
@@ -46,6 +48,7 @@ from common import (
 )
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import torchcache
 from torchcache import CachedDataset
 
 WARM_UP_BATCHES = 50  # of the uncached data set, whose epochs are long and all alike
@@ -84,12 +87,12 @@ def unchanged(batch: list[int]) -> list[int]:
     return batch
 
 
-def loader(dataset: Dataset[Any], args: argparse.Namespace, **more: Any) -> DataLoader[Any]:
+def loader(
+    dataset: Dataset[Any], args: argparse.Namespace, cls: type[DataLoader[Any]] = DataLoader, **more: Any
+) -> DataLoader[Any]:
     """The same loader for everybody: shuffled by the same seed."""
     order = torch.Generator().manual_seed(args.seed)
-    return DataLoader(
-        dataset, batch_size=args.batch_size, shuffle=True, num_workers=args.workers, generator=order, **more
-    )
+    return cls(dataset, batch_size=args.batch_size, shuffle=True, num_workers=args.workers, generator=order, **more)
 
 
 def filled(source: Dataset[Any], args: argparse.Namespace, folder: Path) -> CachedDataset:
@@ -126,6 +129,7 @@ def measure_epochs(
     return alternate(
         {
             "cached": lambda: epoch_seconds(loader(dataset, args)),
+            "cached, own loader": lambda: epoch_seconds(loader(dataset, args, torchcache.DataLoader)),
             "uncached": lambda: epoch_seconds(loader(source, args)),
             "in RAM": lambda: epoch_seconds(loader(ram, args)),
             "floor": lambda: epoch_seconds(loader(nothing, args, collate_fn=unchanged)),
@@ -148,6 +152,20 @@ def gather_loop(ds: CachedDataset, order: torch.Tensor, batch_size: int) -> floa
         assert rows is not None
         for column in range(len(rows.table.columns)):
             reader.gather(rows, column)
+    return clock() - start
+
+
+def looked_up_loop(ds: CachedDataset, order: torch.Tensor, batch_size: int) -> float:
+    """Seconds for the same batches when the places of all samples are looked up at once."""
+    cache = ds._connect()
+    assert cache is not None
+    reader, places = cache.reader, cache.reader.only_table()
+    assert places is not None  # the store is complete, and all its samples are alike
+    start = clock()
+    columns = [places.look_up(column, order).split(batch_size) for column in range(len(places.columns))]
+    for batch in zip(*columns, strict=True):
+        for column, found in enumerate(batch):
+            reader.take(places, column, found)
     return clock() - start
 
 
@@ -175,6 +193,7 @@ def measure_gathers(ram: TensorDataset, dataset: CachedDataset, args: argparse.N
     order = torch.randperm(len(ram), generator=torch.Generator().manual_seed(args.seed))
     contestants = {
         "gather": lambda: gather_loop(dataset, order, args.batch_size),
+        "gather, looked up": lambda: looked_up_loop(dataset, order, args.batch_size),
         "index_select": lambda: ram_loop(ram, order, args.batch_size),
         "index_select, one thread": lambda: on_one_thread(lambda: ram_loop(ram, order, args.batch_size)),
     }
@@ -187,9 +206,18 @@ def report(epochs: dict[str, list[float]], gathers: dict[str, list[float]]) -> d
     """Prints the times, then the ratios, which it returns."""
     rows = [[name, *f"{Spread.of(values)}".split(" ", 1)] for name, values in (epochs | gathers).items()]
     print("\n" + table(["epoch of", "seconds", "lowest - highest"], rows))
+    ours = ("cached", "cached, own loader"), ("gather", "gather, looked up")
     results = {
-        f"cached / {name}": ratios(epochs["cached"], epochs[name]) for name in ("uncached", "in RAM", "floor")
-    } | {f"gather / {name}": ratios(gathers["gather"], gathers[name]) for name in gathers if name != "gather"}
+        f"{one} / {name}": ratios(times[one], times[name])
+        for times, names in zip((epochs, gathers), ours, strict=True)
+        for one in names
+        for name in times
+        if name not in names
+    }
+    gather = Spread.of(gathers["gather"]).median  # not of the same rounds
+    floors = [seconds + gather for seconds in epochs["floor"]]
+    for one in ours[0]:
+        results[f"{one} / (gather + floor)"] = ratios(epochs[one], floors)
     rows = [[name, str(ratio), ratio.as_fraction()] for name, ratio in results.items()]
     print("\n" + table(["ratio", "median [lowest - highest]", "that is"], rows))
     return results
