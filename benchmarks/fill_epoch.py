@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from common import (
     Spread,
-    add_data_options,
     add_run_options,
     alternate,
     clock,
@@ -25,16 +24,15 @@ from common import (
     epoch_seconds,
     length,
     limited,
-    load_mnist,
     new_parser,
     non_negative,
     positive,
-    prepare_mnist,
     ratios,
     scratch_folder,
     table,
     write_json,
 )
+from data import add_data_options, load_mnist, prepare_mnist
 from torch.utils.data import DataLoader, Dataset
 
 from torchcache import CachedDataset

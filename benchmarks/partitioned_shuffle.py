@@ -17,20 +17,18 @@ from typing import Any
 
 import torch
 from common import (
-    add_data_options,
     add_run_options,
     environment,
     environment_line,
     length,
     limited,
-    load_mnist,
     new_parser,
     positive,
-    prepare_mnist,
     seed_everything,
     table,
     write_json,
 )
+from data import add_data_options, load_mnist, prepare_mnist
 from lenet_mnist import lenet, sgd
 from torch import nn
 from torch.utils.data import DistributedSampler

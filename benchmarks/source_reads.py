@@ -21,21 +21,19 @@ import torch
 from common import (
     CountedDataset,
     ReadLog,
-    add_data_options,
     add_run_options,
     environment,
     environment_line,
     length,
     limited,
-    load_mnist,
     new_parser,
     non_negative,
     positive,
-    prepare_mnist,
     scratch_folder,
     table,
     write_json,
 )
+from data import add_data_options, load_mnist, prepare_mnist
 from torch.utils.data import DataLoader
 
 from torchcache import CachedDataset

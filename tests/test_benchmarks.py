@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 90
@@ -19,6 +20,7 @@ SIDE_BY_SIDE = 2  # most of a tiny run is importing torch
 LENET = ("lenet_mnist", "--limit", 256, "--epochs", 2, "--device", "cpu", "--no-download")
 READS = ("source_reads", "--limit", 256, "--epochs", 2, "--workers", 2, 1, "--batch-size", 16, "--no-download")
 KILLS = ("kill_restart", "--kills", 1, "--samples", 600, "--batch-size", 16, "--workers", 1)
+RESNET = ("resnet50_cifar10", "--limit", 16, "--epochs", 2, "--batch-size", 8, "--image-size", 32, "--device", "cpu")
 NODES = ("nodes", "--samples", 4096, "--sample-bytes", 4096, "--batch-size", 8, "--rounds", 1)
 SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, "--nodes", 2, "--no-download")
 
@@ -44,12 +46,22 @@ def run(folder: Path, script: str, *options: object) -> Run:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder for each program; the one of the comparison holds somebody else's store already."""
-    names = ("data", "uncached", "compared", "reads", "kills", "nodes", "shuffles")
+    names = ("data", "uncached", "compared", "reads", "kills", "nodes", "shuffles", "images", "resnet")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     foreign = folders["compared"] / "cache" / "mnist-train-0"
     foreign.mkdir(parents=True)
     (foreign / "data.mdb").write_text("another store")
     return folders
+
+
+def images(folder: Path) -> Path:
+    """JPEG files of two classes."""
+    for part, count in (("train", 20), ("test", 4)):
+        for number in range(count):
+            path = folder / part / f"class{number % 2}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (10 * number, 99, 0)).save(path)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +75,7 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "compared": (*LENET, "--compare", *data, *plot),
         "reads": (*READS, *data),
         "nodes": NODES,
+        "resnet": (*RESNET, "--compare", "--uint8", "--image-folder", images(folders["images"])),
         "shuffles": (*SHUFFLES, *data),
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
@@ -90,6 +103,25 @@ def test_lenet_compared(runs: dict[str, Future[Run]], folders: dict[str, Path]) 
     assert (folders["compared"] / "epochs.png").read_bytes().startswith(b"\x89PNG")
     left = [path.name for path in (folders["compared"] / "cache").iterdir()]
     assert left == ["mnist-train-0"], "the comparison removes its own stores, and no others"
+
+
+def test_resnet_compared(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["resnet"].result()
+    assert "losses: identical, bit for bit, in all 4 steps" in output
+    assert numbers["source_reads"] == {"uncached": 2 * (16 + 3), "cached": 16 + 3}
+
+
+def test_the_stand_in_for_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import data
+
+    monkeypatch.setattr(data, "CIFAR10_PER_FILE", 30)
+    for _ in range(2):
+        assert "STAND-IN for CIFAR-10, NOT the real one" in data.prepare_cifar10(tmp_path, download=False)
+    train, test = (data.load_cifar10(tmp_path, train=part, transform=None) for part in (True, False))
+    assert (len(train), len(test)) == (150, 30)
+    assert train[0][0].size == (32, 32)
+    assert {label for _, label in train} == set(range(10))
 
 
 def test_source_reads(runs: dict[str, Future[Run]]) -> None:
