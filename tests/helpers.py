@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
-from collections import Counter
+from collections import Counter, UserDict, UserList, deque
 from pathlib import Path
 from typing import Any
 
@@ -53,35 +54,69 @@ class Source(Dataset[Any]):
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Same type, dtype, shape, strides, flags, bits, order of keys, all the way down."""
+    """Same type, dtype, shape, strides, flags, bits, order of keys, attributes, all the way down."""
     assert type(a) is type(b), f"{type(a)} is not {type(b)}"
     if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-        assert a.numel() == 0 or a.stride() == b.stride()
-        assert bits(a) == bits(b)
+        _assert_same_tensor(a, b)
+    elif isinstance(a, np.ma.MaskedArray):
+        assert_same(a.data, b.data)
+        assert_same(np.ma.getmaskarray(a), np.ma.getmaskarray(b))
+        assert_same(a.fill_value, b.fill_value)
+        assert (a.hardmask, np.ma.getmask(a) is np.ma.nomask) == (b.hardmask, np.ma.getmask(b) is np.ma.nomask)
     elif isinstance(a, (np.ndarray, np.generic)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.tobytes() == b.tobytes()
     elif isinstance(a, dict):
         assert list(a) == list(b)
         assert [type(key) for key in a] == [type(key) for key in b]
+        assert getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
         for key in a:
             assert_same(a[key], b[key])
-    elif isinstance(a, (tuple, list)):
+    elif isinstance(a, (tuple, list, deque)):
         assert len(a) == len(b)
+        assert getattr(a, "maxlen", None) == getattr(b, "maxlen", None)
         for x, y in zip(a, b, strict=True):
             assert_same(x, y)
+    elif isinstance(a, (set, frozenset)):
+        assert {(type(x), x) for x in a} == {(type(x), x) for x in b}
     elif isinstance(a, (float, complex)):
         assert struct.pack("<dd", a.real, a.imag) == struct.pack("<dd", b.real, b.imag)
     elif hasattr(a, "getpalette"):
         assert (a.mode, a.size, a.tobytes(), a.getpalette()) == (b.mode, b.size, b.tobytes(), b.getpalette())
         assert a.info == b.info
+    elif dataclasses.is_dataclass(a):
+        for field in dataclasses.fields(a):
+            assert_same(getattr(a, field.name), getattr(b, field.name))
+    elif isinstance(a, (UserDict, UserList)):
+        assert_same(vars(a), vars(b))
     else:
-        assert a == b
+        assert repr(a) == repr(b)  # where a NaN is not equal to itself
+        assert a == b or a != a
+
+
+def _assert_same_tensor(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert (a.dtype, a.shape, a.layout, a.requires_grad) == (b.dtype, b.shape, b.layout, b.requires_grad)
+    assert_same(a.__dict__, b.__dict__)
+    if a.layout is not torch.strided:
+        assert a.layout is not torch.sparse_coo or a.is_coalesced() == b.is_coalesced()
+        for x, y in zip(_stored(a), _stored(b), strict=True):
+            assert (x.dtype, x.shape, bits(x)) == (y.dtype, y.shape, bits(y))
+        return
+    assert a.numel() == 0 or a.stride() == b.stride()
+    assert bits(a) == bits(b)
+
+
+def _stored(x: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of which a sparse one consists."""
+    if x.layout is torch.sparse_coo:
+        return [x._indices(), x._values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    return [x.ccol_indices(), x.row_indices(), x.values()]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
     return b"" if flat.numel() == 0 else flat.view(torch.uint8).numpy().tobytes()
 
 

@@ -2,6 +2,7 @@
 
 from torchcache._version import __version__
 from torchcache.dataset import CachedDataset, Stats
+from torchcache.encode import register
 from torchcache.errors import (
     CacheBypassWarning,
     CorruptStoreError,
@@ -45,5 +46,6 @@ __all__ = [
     "UnsupportedSampleError",
     "__version__",
     "fingerprint",
+    "register",
     "split_transform",
 ]

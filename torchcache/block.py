@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, UnsupportedSampleError
-from torchcache.flatten import Flat, Leaf, Uniform
-from torchcache.schema import Column, Schema
+from torchcache.flatten import Flat, Uniform
+from torchcache.leaves import Leaf
+from torchcache.schema import Schema
 
 ID_BYTES = 16  # a random name for each block, by which it is found in the mapped file
 HEAD_BYTES = 48

@@ -24,31 +24,36 @@ from torch.utils.data import Subset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from torchcache.flatten import Dims, Flat, Spec, Uniform
+from torchcache.column import Column
+from torchcache.flatten import Flat, Uniform
+from torchcache.leaves import Dims, Spec
 from torchcache.reader import Reader, Rows
-from torchcache.schema import Column, Schema
+from torchcache.schema import Part, Schema, outline
 
 _FETCH_CODE = _MapDatasetFetcher.fetch.__code__
 _SUBSET_CODE = Subset.__getitems__.__code__
 
 
 class BatchColumn:
-    """One column of a batch of cached samples, in the place of a leaf."""
+    """One column of a batch of cached samples, in the place of a leaf; several, in the place of an object."""
 
-    __slots__ = ("_column", "_reader", "_rows")
+    __slots__ = ("_part", "_reader", "_rows")
 
-    def __init__(self, reader: Reader, rows: Rows, column: int) -> None:
+    def __init__(self, reader: Reader, rows: Rows, part: Part) -> None:
         self._reader = reader
         self._rows = rows
-        self._column = column
+        self._part = part
 
     def collate(self, sequence_type: type, collate_fn_map: Any) -> Any:
         """What ``default_collate`` makes of a list (or tuple) of this leaf of every sample."""
-        table, rows = self._rows
-        if _gathers(table.schema.columns[self._column]):
-            return self._reader.gather(self._rows, self._column, shared=get_worker_info() is not None)
-        values = [self._reader.value(table, self._column, row, True) for row in rows.tolist()]
-        return collate(sequence_type(values), collate_fn_map=collate_fn_map)
+        (table, rows), (first, last, schema) = self._rows, self._part
+        if schema is None and _gathers(table.schema.columns[first]):
+            return self._reader.gather(self._rows, first, shared=get_worker_info() is not None)
+        found = []
+        for row in rows.tolist():
+            values = [self._reader.value(table, c, row, True) for c in range(first, last)]
+            found.append(values[0] if schema is None else schema.rebuild(values))
+        return collate(sequence_type(found), collate_fn_map=collate_fn_map)
 
 
 class Batch:
@@ -122,7 +127,8 @@ def batch_of(reader: Reader, rows: Rows) -> list[Any]:
     make = shortcut(schema)
     if make is not None:
         return [Batch(reader, rows, make)]
-    return [schema.rebuild([BatchColumn(reader, rows, c) for c in range(len(schema.columns))])]
+    fill, parts = _outline(schema)
+    return [fill([BatchColumn(reader, rows, part) for part in parts])]
 
 
 def stacked_batch(samples: Flat) -> list[Any] | None:
@@ -148,6 +154,9 @@ def _shortcut_of(spec: Spec, shapes: tuple[Dims, ...]) -> tuple[Schema, Callable
     return None if make is None else (schema, make)
 
 
+_outline = lru_cache(maxsize=256)(outline)
+
+
 @lru_cache(maxsize=256)
 def shortcut(schema: Schema) -> Callable[[list[Any]], Any] | None:
     """How to make the batch from its gathered columns, if that is as simple as it is for most samples.
@@ -156,6 +165,8 @@ def shortcut(schema: Schema) -> Callable[[list[Any]], Any] | None:
     batch, which it would take a third of the time to read.
     """
     if not schema.columns or not all(_gathers(column) for column in schema.columns):
+        return None
+    if any(part.schema is not None for part in _outline(schema)[1]):
         return None
     leaves = [BatchColumn.__new__(BatchColumn) for _ in schema.columns]
     try:

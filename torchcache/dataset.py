@@ -85,6 +85,9 @@ class CachedDataset(Dataset[Any]):
             read-only ones; for large samples of which ``transform`` takes a part.
         on_random: what to do when producing a sample draws random numbers, which a cache would freeze: ``"error"``,
             ``"warn"`` or ``"allow"``.
+        allow_pickle: store objects of classes that cannot be stored otherwise by pickling them. Reading such a store
+            executes what is in it, so that everybody who can write to its folder can run code in the training
+            process. The store remembers it, and is opened with the same value only. ``register`` is the better way.
 
     Raises:
         TypeError: if ``dataset`` is not a map-style dataset.
@@ -107,6 +110,7 @@ class CachedDataset(Dataset[Any]):
         max_bytes: int | None = None,
         copy: bool = True,
         on_random: Literal["error", "warn", "allow"] = "error",
+        allow_pickle: bool = False,
     ) -> None:
         length = _checked_length(dataset)
         source = type(dataset)
@@ -114,11 +118,13 @@ class CachedDataset(Dataset[Any]):
         self.transform = transform
         self._copy = copy
         self._max_bytes = max_bytes
+        self._allow_pickle = allow_pickle
         self._guard = RandomnessGuard(on_random)
         self._identity: Identity | None = Identity(
             key=fingerprint(dataset) if key is None else str(key),
             source=f"{source.__module__}.{source.__qualname__}",
             length=length,
+            allow_pickle=allow_pickle,
         )
         self._path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, self._identity.key)
         self._reset()
@@ -128,7 +134,12 @@ class CachedDataset(Dataset[Any]):
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], transform: Callable[[Any], Any] | None = None, *, copy: bool = True
+        cls,
+        path: str | os.PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        copy: bool = True,
+        allow_pickle: bool = False,
     ) -> CachedDataset:
         """Serves a complete store without its source dataset.
 
@@ -136,13 +147,14 @@ class CachedDataset(Dataset[Any]):
             path: the store's folder (``ds.path``).
             transform: as for ``CachedDataset``.
             copy: as for ``CachedDataset``.
+            allow_pickle: as for ``CachedDataset``.
 
         Raises:
             StoreError: if there is no store, or an incomplete one.
         """
         self = cls.__new__(cls)
         self.dataset, self.transform = None, transform
-        self._copy, self._max_bytes, self._identity = copy, None, None
+        self._copy, self._max_bytes, self._identity, self._allow_pickle = copy, None, None, allow_pickle
         self._guard = RandomnessGuard("allow")
         self._path = Path(os.fsdecode(path)).absolute()
         self._reset()
@@ -174,12 +186,13 @@ class CachedDataset(Dataset[Any]):
                     if self._identity is None or not (was_ours or isinstance(error, CorruptStoreError)):
                         raise
                     self._set_aside(inode, error)
-                except StoreUnavailableError as error:
+                except (StoreUnavailableError, UnsupportedSampleError) as error:  # a class is not imported yet
                     self._bypass(error)
             return self._cache
 
     def _open_cache(self) -> _Cache:
         opened = Store.open(self._path) if self._identity is None else Store.create(self._path, self._identity)
+        opened.permit(self._allow_pickle)
         reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
         filler = Filler(opened, reader, self.dataset, guard=self._guard, max_bytes=self._max_bytes)
         if opened.seal is not None:

@@ -201,7 +201,7 @@ class Filler:
         samples: dict[int, Any] = {}
         try:
             samples, seconds, error = self._read(indices)
-            flats = flatten_many(list(samples), list(samples.values()))
+            flats = flatten_many(list(samples), list(samples.values()), allow_pickle=self._store.identity.allow_pickle)
             published = self._keep(flats, Counters(source_reads=len(samples), source_seconds=seconds))
             kept = True
         finally:

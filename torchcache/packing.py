@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchcache import block as blocks
-from torchcache.flatten import Dims, Flat, Spec, Uniform
+from torchcache.flatten import Flat, Uniform
+from torchcache.leaves import Dims, Spec
 from torchcache.schema import Schema
 from torchcache.store import Store
 

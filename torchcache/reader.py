@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead, column_starts
+from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.flatten import GRAIN_ELEMENTS
-from torchcache.schema import Column, Schema
+from torchcache.schema import Schema
 from torchcache.store import LogEntry, Seal
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them

@@ -4,144 +4,30 @@ A *schema* is a spec (see ``flatten``) together with the shapes that are the sam
 leaf whose shape it does not fix is *ragged*. One *column* of a block holds one leaf of every sample.
 
 Nothing here executes what a file says: a class is found by name among the modules that the process has already
-imported, never imported for the purpose, and only ever called if it is a namedtuple.
+imported, never imported for the purpose, and none but that class is called.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from torchcache.column import MAX_NDIM, Column, column_of
 from torchcache.errors import CorruptStoreError, UnsupportedSampleError
-from torchcache.flatten import DTYPE_NAMES, MAX_DEPTH, Dims, Spec, find_class
+from torchcache.leaves import MAX_DEPTH, Dims, Spec
+from torchcache.objects import RULES, imported_class
 
-MAX_NDIM = 64  # dimensions of a tensor or array (NumPy's own limit)
 MAX_COLUMNS = 65_536  # leaves of one sample; more is a hostile file
-RAGGED_ALIGN = 16  # bytes; the largest item size there is (complex128), so that every view is aligned
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_SCALARS = {"int": "<i8", "float": "<f8", "complex": "<c16", "bool": "|b1"}
-_RAW = frozenset({"str", "bytes", "bytearray", "bigint"})
 _EMPTY: dict[str, Any] = {"none": None, "ellipsis": ...}
 _CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list, "size": torch.Size}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "odict": OrderedDict}
-_CONTAINER_KINDS = frozenset({*_CONTAINERS, *_MAPPINGS, "namedtuple", "pil"})
-
-# The dtypes whose bytes torch and NumPy share, in this machine's byte order: arrays of these become tensors.
-_SHARED_DTYPES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
-_TORCH_BY_NUMPY: dict[np.dtype[Any], torch.dtype] = {
-    np.dtype(name): getattr(torch, name) for name in _SHARED_DTYPES.split()
-}
-_NUMPY_BY_TORCH = {dtype: array for array, dtype in _TORCH_BY_NUMPY.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Column:
-    """One leaf of every sample of a schema.
-
-    Attributes:
-        kind: what the leaf is: ``tensor``, ``ndarray``, ``npscalar``, ``int``, ``str``, …
-        numpy_dtype: the dtype of its elements where NumPy has one, else ``None``.
-        torch_dtype: the dtype of its elements where torch has one, else ``None``.
-        ndim: number of dimensions; 1 for text and bytes.
-        shape: the shape of every sample, or ``None`` for a ragged column.
-        itemsize: bytes per element.
-        order: order of the dimensions in memory, ``()`` for row-major.
-        requires_grad: of a tensor.
-    """
-
-    kind: str
-    numpy_dtype: np.dtype[Any] | None
-    torch_dtype: torch.dtype | None
-    ndim: int
-    shape: Dims | None
-    itemsize: int
-    order: Dims = ()
-    requires_grad: bool = False
-
-    @property
-    def stride(self) -> int:
-        """Bytes per sample in the fixed part of a block: the value itself, or a ragged column's record.
-
-        A record is ``1 + ndim`` little-endian 64-bit integers: where the value's bytes lie, counted from the record,
-        and its shape.
-        """
-        return 8 * (1 + self.ndim) if self.shape is None else self.nbytes(self.shape)
-
-    @property
-    def unit(self) -> int:
-        """Unit of the file offsets of this column, in bytes; every value of the column lies at a multiple of it.
-
-        The widest element of up to 16 bytes that divides the last dimension of a fixed column whose dtype torch has:
-        a gather copies whole elements, and few wide ones are faster than many narrow ones.
-        """
-        if self.shape is None or self.torch_dtype is None:
-            return 1
-        return math.gcd(16, self.shape[-1] * self.itemsize if self.shape else self.itemsize)
-
-    @property
-    def align(self) -> int:
-        """Alignment in bytes of each value in a ragged column."""
-        return 1 if self.is_raw else RAGGED_ALIGN
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether the leaf is text or bytes, whose length differs as a rule."""
-        return self.kind in _RAW
-
-    def nbytes(self, shape: Sequence[int]) -> int:
-        return math.prod(shape) * self.itemsize
-
-    def decode(self, buffer: Any, offset: int, shape: Dims, copy: bool) -> Any:
-        """Makes the value whose bytes start at ``offset`` of ``buffer``; a view of them if not ``copy``."""
-        if self.kind == "tensor":
-            return self._decode_tensor(buffer, offset, shape, copy)
-        if self.kind in _RAW:
-            return _decode_raw(self.kind, bytes(memoryview(buffer)[offset : offset + shape[0]]))
-        array = self._array(buffer, offset, shape, copy)
-        if self.kind == "ndarray":
-            array.flags.writeable = copy
-            return array
-        value = array[()]
-        return value if self.kind == "npscalar" else value.item()
-
-    def _array(self, buffer: Any, offset: int, shape: Dims, copy: bool) -> np.ndarray[Any, Any]:
-        memory_shape = tuple([shape[d] for d in self.order]) if self.order else shape
-        array: np.ndarray[Any, Any] = np.ndarray(memory_shape, self.numpy_dtype or np.uint8, buffer, offset)
-        if copy:
-            array = array.copy()
-        return array.transpose(np.argsort(self.order)) if self.order else array
-
-    def _decode_tensor(self, buffer: Any, offset: int, shape: Dims, copy: bool) -> torch.Tensor:
-        if self.numpy_dtype is not None:
-            tensor = torch.from_numpy(self._array(buffer, offset, shape, copy))
-        else:
-            nbytes = self.nbytes(shape)
-            if nbytes == 0:  # NumPy's empty arrays have strides that torch does not reinterpret
-                return torch.empty(shape, dtype=self.torch_dtype, device="cpu", requires_grad=self.requires_grad)
-            array: np.ndarray[Any, Any] = np.ndarray((nbytes,), np.uint8, buffer, offset)
-            assert self.torch_dtype is not None
-            flat = torch.from_numpy(array.copy() if copy else array).view(self.torch_dtype)
-            if self.order:
-                tensor = flat.view([shape[d] for d in self.order]).permute(tuple(np.argsort(self.order)))
-            else:
-                tensor = flat.view(shape)
-        return tensor.requires_grad_() if self.requires_grad else tensor
-
-
-def _decode_raw(kind: str, data: bytes) -> Any:
-    if kind == "str":
-        return data.decode("utf-8", "surrogatepass")
-    if kind == "bigint":
-        return int.from_bytes(data, "little", signed=True)
-    return bytearray(data) if kind == "bytearray" else data
+_CONTAINER_KINDS = frozenset({*_CONTAINERS, *_MAPPINGS, "namedtuple", *RULES})
 
 
 @dataclass(frozen=True)
@@ -169,6 +55,11 @@ class Schema:
         object.__setattr__(self, "columns", tuple(found))
         object.__setattr__(self, "rebuild", build)
 
+    @property
+    def is_pickled(self) -> bool:
+        """Whether reading a sample of this schema executes what is stored."""
+        return any(column.kind == "pickle" for column in self.columns)
+
     def __hash__(self) -> int:
         return self._hash  # computed once: a deep spec is slow to hash, and batches look things up by schema
 
@@ -195,6 +86,44 @@ class Schema:
             raise
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
             raise CorruptStoreError(f"a schema cannot be read ({type(error).__name__}: {error})") from error
+
+
+class Part(NamedTuple):
+    """What ``default_collate`` finds in a sample when it has taken the containers apart: a leaf, or an object.
+
+    Attributes:
+        first, last: the columns, the last exclusive.
+        schema: of an object its own; ``None`` for a leaf.
+    """
+
+    first: int
+    last: int
+    schema: Schema | None
+
+
+def outline(schema: Schema) -> tuple[Callable[[Sequence[Any]], Any], list[Part]]:
+    """The containers of a sample down to its leaves and objects: a function that fills them, and what it takes."""
+    parts: list[Part] = []
+    spec = _outline(schema.spec, schema.shapes, parts)
+    return Schema(spec, (None,) * len(parts)).rebuild, parts
+
+
+def _outline(spec: Spec, shapes: Sequence[Dims | None], parts: list[Part]) -> Spec:
+    kind = spec[0]
+    if kind in _EMPTY:
+        return spec
+    if kind in _CONTAINER_KINDS and kind not in RULES:
+        return (*spec[:-1], tuple([_outline(child, shapes, parts) for child in spec[-1]]))
+    first = parts[-1].last if parts else 0
+    last = first + _count_leaves(spec)
+    parts.append(Part(first, last, Schema(spec, tuple(shapes[first:last])) if kind in RULES else None))
+    return ("bytes",)
+
+
+def _count_leaves(spec: Spec) -> int:
+    if spec[0] in _EMPTY:
+        return 0
+    return sum(map(_count_leaves, spec[-1])) if spec[0] in _CONTAINER_KINDS else 1
 
 
 def _as_tuples(value: Any, depth: int) -> Any:
@@ -226,7 +155,7 @@ def _builder(spec: Spec, shapes: Iterator[Dims | None], found: list[Column], dep
     if len(found) >= MAX_COLUMNS:
         raise CorruptStoreError(f"a schema has more than {MAX_COLUMNS} leaves")
     position = len(found)
-    found.append(_column(spec, next(shapes, None)))
+    found.append(column_of(spec, next(shapes, None)))
     return lambda values: values[position]
 
 
@@ -253,38 +182,33 @@ def _maker(spec: Spec) -> Callable[[Sequence[Any]], Any]:
         if len(keys) != len(spec[-1]) or len(set(keys)) != len(keys):
             raise CorruptStoreError("a schema's dict has other keys than values")
         return lambda values: mapping(zip(keys, values, strict=True))
-    return _namedtuple_maker(spec) if kind == "namedtuple" else _pil_maker(spec)
+    return _namedtuple_maker(spec) if kind == "namedtuple" else _object_maker(spec)
 
 
 def _namedtuple_maker(spec: Spec) -> Callable[[Sequence[Any]], Any]:
     _, module, qualname, fields, children = spec
-    cls = find_class(module, qualname)
-    if not (isinstance(cls, type) and issubclass(cls, tuple) and getattr(cls, "_fields", None) == fields):
-        raise UnsupportedSampleError(
-            f"the store holds the namedtuple {module}.{qualname}{fields}, which is not among the imported modules; "
-            f"import {module} before opening the store"
-        )
+    cls = imported_class(
+        module, qualname, lambda cls: issubclass(cls, tuple) and getattr(cls, "_fields", None) == fields
+    )
     if len(fields) != len(children):
         raise CorruptStoreError("a schema's namedtuple has other fields than values")
     make = tuple.__new__
     return lambda values: make(cls, values)
 
 
-def _pil_maker(spec: Spec) -> Callable[[Sequence[Any]], Any]:
-    mode = spec[1]
+def _object_maker(spec: Spec) -> Callable[[Sequence[Any]], Any]:
+    kind, structure, _ = spec
+    make = RULES[kind].make(*structure)
+    if kind == "registered":
+        return make  # the user's own code, whose errors are the user's
 
-    def make(values: Sequence[Any]) -> Any:
-        from PIL import Image  # torchvision brings Pillow; text and audio users need neither
+    def make_object(parts: Sequence[Any]) -> Any:
+        try:
+            return make(parts)
+        except (ValueError, TypeError, KeyError, OverflowError, RuntimeError, ArithmeticError) as error:
+            raise CorruptStoreError(f"a {kind} cannot be made of what is stored ({error})") from error
 
-        width, height, data, palette, info, image_format = values
-        image = Image.frombytes(mode, (width, height), data)
-        if palette is not None:
-            image.putpalette(palette[1], palette[0])
-        image.info = info
-        image.format = image_format
-        return image
-
-    return make
+    return make_object
 
 
 def _decode_key(key: Any) -> Any:
@@ -300,58 +224,3 @@ def _decode_key(key: Any) -> Any:
         "tuple": lambda items: tuple([_decode_key(item) for item in items]),
     }
     return decoders[tag](text)
-
-
-def _column(spec: Spec, shape: Dims | None) -> Column:
-    kind = spec[0]
-    if kind in _SCALARS:
-        dtype = np.dtype(_SCALARS[kind])
-        column = Column(kind, dtype, _TORCH_BY_NUMPY.get(dtype), 0, shape, dtype.itemsize)
-    elif kind in _RAW:
-        column = Column(kind, None, None, 1, shape, 1)
-    elif kind == "tensor":
-        column = _tensor_column(spec, shape)
-    elif kind in ("ndarray", "npscalar"):
-        column = _array_column(spec, shape)
-    else:
-        raise CorruptStoreError(f"a schema names the type {str(kind)[:80]!r}")
-    if shape is not None and len(shape) != column.ndim:
-        raise CorruptStoreError(f"a schema gives a {column.ndim}-dimensional leaf the shape {shape}")
-    return column
-
-
-def _tensor_column(spec: Spec, shape: Dims | None) -> Column:
-    _, name, ndim, order, requires_grad = spec
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise CorruptStoreError(f"a schema names the dtype torch.{str(name)[:80]}, which this PyTorch does not have")
-    if not (0 <= ndim <= MAX_NDIM and (order == () or sorted(order) == list(range(ndim)))):
-        raise CorruptStoreError("a schema gives a tensor impossible dimensions")
-    numpy_dtype = _NUMPY_BY_TORCH.get(dtype)
-    return Column("tensor", numpy_dtype, dtype, ndim, shape, dtype.itemsize, order, bool(requires_grad))
-
-
-def _array_column(spec: Spec, shape: Dims | None) -> Column:
-    kind, descr, *rest = spec
-    dtype = np.lib.format.descr_to_dtype(_as_descr(json.loads(descr)))
-    if dtype.hasobject:
-        raise CorruptStoreError(f"a schema names the dtype {dtype}, which holds Python objects")
-    ndim, fortran = rest or (0, 0)
-    if not 0 <= ndim <= MAX_NDIM:
-        raise CorruptStoreError("a schema gives an array impossible dimensions")
-    order = tuple(reversed(range(ndim))) if fortran else ()
-    return Column(kind, dtype, _TORCH_BY_NUMPY.get(dtype), ndim, shape, dtype.itemsize, order)
-
-
-def _as_descr(value: Any) -> Any:
-    """NumPy writes fields as a list of tuples, of which JSON made lists."""
-    if isinstance(value, list):
-        return [tuple(_as_field(part) for part in item) for item in value]
-    return value
-
-
-def _as_field(part: Any) -> Any:
-    if isinstance(part, list):
-        # A title and name pair or a shape is a list of scalars; nested fields are a list of lists.
-        return _as_descr(part) if part and isinstance(part[0], list) else tuple(part)
-    return part

@@ -53,11 +53,13 @@ class Identity:
         key: identity of the content (``fingerprint``, or what the user gave as ``key=``).
         source: qualified name of the dataset's class.
         length: number of samples of the dataset.
+        allow_pickle: whether samples may hold pickled objects, which execute code when they are read.
     """
 
     key: str
     source: str
     length: int
+    allow_pickle: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class Store:
         Raises:
             StoreMismatchError: naming what differs.
         """
+        self.permit(identity.allow_pickle)
         for field, ours in asdict(self.identity).items():
             theirs = getattr(identity, field)
             if ours != theirs:
@@ -187,6 +190,18 @@ class Store:
                     f"{self.path} holds another dataset: its {field} is {ours!r}, this dataset's is {theirs!r}. "
                     f"Give this one another key= or name=, or remove that folder"
                 )
+
+    def permit(self, allow_pickle: bool) -> None:
+        """Refuses pickled objects if the user has not allowed them, and a permission that the store does not have.
+
+        Raises:
+            StoreMismatchError: saying what to do.
+        """
+        if self.identity.allow_pickle != allow_pickle:
+            raise StoreMismatchError(
+                f"{self.path} was made with allow_pickle={self.identity.allow_pickle}; open it with the same, if you "
+                f"trust everybody who may have written to it, or give another name= or remove that folder"
+            )
 
     def _load(self) -> None:
         if not self.data_path.exists():
@@ -217,6 +232,8 @@ class Store:
             raise CorruptStoreError(f"{self.path} does not say what it holds ({error})") from error
         if type(self.identity.length) is not int or self.identity.length < 0:
             raise CorruptStoreError(f"{self.path} says that it holds {self.identity.length!r} samples")
+        if type(self.identity.allow_pickle) is not bool:
+            raise CorruptStoreError(f"{self.path} says allow_pickle={self.identity.allow_pickle!r}")
         self._read_schemas(txn)
 
     def _initialise(self, identity: Identity) -> None:
@@ -448,8 +465,11 @@ class Store:
             for key, text in cursor:
                 if int.from_bytes(key, "big") != len(self.schemas):
                     raise CorruptStoreError(f"{self.path}: schema {len(self.schemas)} is missing")
+                schema = Schema.from_json(bytes(text))
+                if schema.is_pickled and not self.identity.allow_pickle:
+                    raise CorruptStoreError(f"{self.path} holds pickled objects, and says that it holds none")
                 self._schema_ids[bytes(text)] = len(self.schemas)
-                self.schemas.append(Schema.from_json(bytes(text)))
+                self.schemas.append(schema)
 
     def schema_id(self, schema: Schema) -> int:
         """The number of a schema in the store, which learns it if need be."""
