@@ -72,7 +72,7 @@ def program(args: argparse.Namespace) -> dict[str, Any]:
     counted = CountedDataset(source, ReadLog(args.folder / "reads"))
     workers = args.workers[args.program]
     # The log is no part of the data's identity, hence a key.
-    with CachedDataset(counted, cache_dir=args.folder / "stores", name="reads", key="source-reads") as dataset:
+    with CachedDataset(counted, cache_dir=args.folder / "stores", name="reads", key="source-reads", check=0) as dataset:
         loader = DataLoader(
             dataset,
             batch_size=args.batch_size,

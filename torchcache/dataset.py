@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import sys
 import warnings
@@ -15,14 +14,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from torchcache import ahead, collate, environment, folder, location, store
+from torchcache.check import Duty, check_samples, is_first_process
 from torchcache.errors import (
     CacheBypassWarning,
     CorruptStoreError,
     InPlaceWriteError,
     NotAStoreError,
+    StaleCacheError,
     StoreError,
     StoreUnavailableError,
     UnsupportedSampleError,
@@ -30,8 +31,10 @@ from torchcache.errors import (
 from torchcache.fill import Fetched, Filler
 from torchcache.fingerprint import fingerprint
 from torchcache.guard import RandomnessGuard
+from torchcache.indices import as_position, checked_length, counted_from_start
 from torchcache.reader import Reader
 from torchcache.schema import Schema
+from torchcache.source import CollatingSourceError
 from torchcache.store import Counters, Identity, Store
 
 
@@ -60,11 +63,16 @@ class Stats:
 
 @dataclass(frozen=True)
 class _Cache:
-    """The open store of a dataset in this process."""
+    """The open store of a dataset in this process.
+
+    Attributes:
+        known: samples that it held when it was opened.
+    """
 
     store: Store
     reader: Reader
     filler: Filler
+    known: int
 
 
 class CachedDataset(Dataset[Any]):
@@ -85,6 +93,11 @@ class CachedDataset(Dataset[Any]):
             read-only ones; for large samples of which ``transform`` takes a part.
         on_random: what to do when producing a sample draws random numbers, which a cache would freeze: ``"error"``,
             ``"warn"`` or ``"allow"``.
+        check: how many samples of a store that was there before this job are compared with the dataset at the first
+            read, one process a node: files that change under the same path have the same key. Nothing is compared with
+            ``on_random="allow"``.
+        on_unsupported: what to do with a sample that cannot be cached: ``"error"``, or ``"bypass"`` to read it from
+            the dataset each time, with one warning.
         allow_pickle: store objects of classes that cannot be stored otherwise by pickling them. Reading such a store
             executes what is in it, so that everybody who can write to its folder can run code in the training
             process. The store remembers it, and is opened with the same value only. ``register`` is the better way.
@@ -111,8 +124,14 @@ class CachedDataset(Dataset[Any]):
         copy: bool = True,
         on_random: Literal["error", "warn", "allow"] = "error",
         allow_pickle: bool = False,
+        check: int = 1,
+        on_unsupported: Literal["error", "bypass"] = "error",
     ) -> None:
-        length = _checked_length(dataset)
+        if on_unsupported not in ("error", "bypass"):
+            raise ValueError(f'on_unsupported is "error" or "bypass", not {on_unsupported!r}')
+        if check < 0:
+            raise ValueError(f"check={check}: it is a number of samples, 0 to compare none")
+        length = checked_length(dataset)
         source = type(dataset)
         self.dataset = dataset
         self.transform = transform
@@ -120,6 +139,8 @@ class CachedDataset(Dataset[Any]):
         self._max_bytes = max_bytes
         self._allow_pickle = allow_pickle
         self._guard = RandomnessGuard(on_random)
+        self._duty = Duty(0 if on_random == "allow" else check)
+        self._on_unsupported = on_unsupported
         self._identity: Identity | None = Identity(
             key=fingerprint(dataset) if key is None else str(key),
             source=f"{source.__module__}.{source.__qualname__}",
@@ -156,6 +177,7 @@ class CachedDataset(Dataset[Any]):
         self.dataset, self.transform = None, transform
         self._copy, self._max_bytes, self._identity, self._allow_pickle = copy, None, None, allow_pickle
         self._guard = RandomnessGuard("allow")
+        self._duty, self._on_unsupported = Duty(0), "error"
         self._path = Path(os.fsdecode(path)).absolute()
         self._reset()
         cache = self._connect()
@@ -171,6 +193,8 @@ class CachedDataset(Dataset[Any]):
 
     def _reset(self) -> None:
         self._cache: _Cache | None = None
+        self._ready: _Cache | None = None  # the same, once samples may be read: what had to be compared has been
+        self._collates = False  # the dataset's ``__getitems__`` gives batches that are collated already
         self._bypassed = False  # the store cannot be used: every sample comes from the source
         self._hits = self._misses = 0
 
@@ -194,13 +218,50 @@ class CachedDataset(Dataset[Any]):
         opened = Store.open(self._path) if self._identity is None else Store.create(self._path, self._identity)
         opened.permit(self._allow_pickle)
         reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
-        filler = Filler(opened, reader, self.dataset, guard=self._guard, max_bytes=self._max_bytes)
+        filler = Filler(
+            opened,
+            reader,
+            self.dataset,
+            guard=self._guard,
+            max_bytes=self._max_bytes,
+            on_unsupported=self._on_unsupported,
+        )
         if opened.seal is not None:
             reader.load_index(opened.seal)
         else:
             filler.refresh()
             filler.seal()
-        return _Cache(opened, reader, filler)
+        return _Cache(opened, reader, filler, reader.count)
+
+    def _begin(self) -> _Cache | None:
+        """Opens the store to read samples. The first process of a job to do so compares some with the dataset.
+
+        Raises:
+            StaleCacheError: if one differs.
+        """
+        cache = self._connect()
+        if cache is not None and is_first_process():
+            count = self._duty.take()
+            if count and cache.known:
+                self._compare(count, cache)
+        self._ready = self._cache
+        return self._ready
+
+    def _compare(self, count: int, cache: _Cache) -> None:
+        def rebuild(index: int) -> Any:
+            schema, values = cache.reader.values(index, True)
+            return schema.rebuild(values)
+
+        length = min(len(self), cache.store.identity.length)
+        try:
+            cache.filler.note_reads(
+                check_samples(count, cache.reader, cache.filler.source, length=length, rebuild=rebuild, path=self._path)
+            )
+        except StaleCacheError:
+            self._duty.give_back()
+            raise
+        except CorruptStoreError as error:
+            self._bypass(error)
 
     def _set_aside(self, inode: int, error: StoreError) -> None:
         """Renames a damaged store and begins a new one."""
@@ -218,7 +279,7 @@ class CachedDataset(Dataset[Any]):
     def _bypass(self, error: BaseException) -> None:
         if self.dataset is None:
             raise error
-        self._bypassed, self._cache = True, None
+        self._bypassed, self._cache, self._ready = True, None, None
         warnings.warn(
             f"{self._path} cannot be used: {error}. Samples are read from the source; choose another folder with "
             f"CACHE_DIR or cache_dir=",
@@ -248,7 +309,7 @@ class CachedDataset(Dataset[Any]):
         cache = self._connect()
         if cache is not None:
             cache.filler.flush()
-        totals = Counters() if cache is None else cache.store.counters()
+        totals = Counters() if cache is None else cache.store.counters() + cache.filler.uncounted
         return Stats(
             hits=self._hits,
             misses=self._misses,
@@ -269,7 +330,7 @@ class CachedDataset(Dataset[Any]):
             progress: show a progress bar, where there is a terminal.
             indices: read only these.
         """
-        cache = self._connect()
+        cache = self._ready or self._begin()
         # First what nobody else is reading, then what others have not finished.
         for wait in (False, True):
             if cache is None or self.complete or not cache.filler.admitting:
@@ -284,14 +345,14 @@ class CachedDataset(Dataset[Any]):
             cache.filler.seal()
 
     def _fill_batch(self, wait: bool, indices: list[int]) -> int:
-        cache = self._connect()
+        cache = self._ready or self._begin()
         if cache is not None and cache.filler.admitting:
             cache.filler.fetch(indices, wait=wait)
         return len(indices)
 
     def close(self) -> None:
         """Publishes what is not published yet and lets go of the store; the next read opens it again."""
-        cache, self._cache = self._cache, None
+        cache, self._cache, self._ready = self._cache, None, None
         if cache is not None:
             cache.filler.close()
 
@@ -311,32 +372,47 @@ class CachedDataset(Dataset[Any]):
         return cache.store.identity.length
 
     def __getitem__(self, index: Any) -> Any:
-        cache = self._cache
+        cache = self._ready
         if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
             values = self._values(index, cache)
             if values is not None:
                 self._hits += 1
                 return self._hit(*values)
-        position = index if type(index) is int else _position(index)
+        position = index if type(index) is int else as_position(index)
         if position is None:
             return self._foreign(index)
         return self._samples([position])[0]
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch; what a ``DataLoader`` calls."""
-        cache = self._cache or self._connect()
+        if self._collates:
+            return self._collated(indices)
+        cache = self._ready or self._begin()
         to_collate = self.transform is None and collate.feeds_default_collate(sys._getframe(1))
         if cache is not None and to_collate:
             rows = cache.reader.find(indices)
             if rows is not None:
                 self._hits += len(indices)
                 return collate.batch_of(cache.reader, rows)
-        if set(map(type, indices)) == {int}:
-            return self._samples(indices, to_collate=to_collate)
-        positions = [_position(index) for index in indices]
+        positions = indices if set(map(type, indices)) == {int} else [as_position(index) for index in indices]
         if None in positions:
             return [self[index] for index in indices]
-        return self._samples(positions, to_collate=to_collate)
+        try:
+            return self._samples(positions, to_collate=to_collate)
+        except CollatingSourceError as error:
+            if self.transform is not None:
+                raise TypeError(f"transform= works on single samples: {error}") from error
+            self._collates = True
+            warnings.warn(
+                f"{error}. It is asked for every batch anew; nothing of them is cached",
+                CacheBypassWarning,
+                stacklevel=2,
+            )
+            return self._collated(indices)
+
+    def _collated(self, indices: Sequence[Any]) -> Any:
+        self._misses += len(indices)
+        return self.dataset.__getitems__(indices)
 
     def _foreign(self, index: Any) -> Any:
         """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
@@ -359,7 +435,7 @@ class CachedDataset(Dataset[Any]):
         length = len(self)
         order = positions
         if not positions or min(positions) < 0 or max(positions) >= length:
-            order = [_counted_from_start(position, length) for position in positions]
+            order = [counted_from_start(position, length) for position in positions]
         (samples, flat), cache = self._fetch(list(dict.fromkeys(order)))
         if to_collate and flat is not None and flat.indices == order:
             stacked = collate.stacked_batch(flat)
@@ -371,7 +447,7 @@ class CachedDataset(Dataset[Any]):
 
     def _fetch(self, wanted: list[int]) -> tuple[Fetched, _Cache | None]:
         """Gets what is not cached: from the source, or by waiting until somebody else has."""
-        cache = self._cache or self._connect()
+        cache = self._ready or self._begin()
         if cache is None:
             return Fetched({}), None
         known, length = wanted, cache.store.identity.length
@@ -453,7 +529,7 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_cache=None, _hits=0, _misses=0)
+        state.update(_cache=None, _ready=None, _hits=0, _misses=0)
         return state
 
     def __repr__(self) -> str:
@@ -462,53 +538,6 @@ class CachedDataset(Dataset[Any]):
     def __fingerprint__(self) -> Any:
         """What identifies this dataset inside another: not where it is cached."""
         return (self._path.name if self.dataset is None else self.dataset, self.transform)
-
-
-def _checked_length(dataset: Any) -> int:
-    """The length of a map-style dataset.
-
-    Raises:
-        TypeError: if it is none, saying what to do.
-    """
-    what = dataset.__name__ if isinstance(dataset, type) else type(dataset).__name__
-    if isinstance(dataset, type):
-        raise TypeError(f"CachedDataset got the class {what}; pass an object: CachedDataset({what}(...))")
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"CachedDataset got the iterable dataset {what}, whose samples have no index to be cached under; wrap a "
-            f"map-style dataset (__getitem__ and __len__), or make one of it: CachedDataset(list(dataset))"
-        )
-    if not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"CachedDataset got a {what}, which has no __getitem__; wrap a map-style dataset")
-    if isinstance(dataset, (str, bytes, dict)):
-        raise TypeError(f"CachedDataset got a {what}, which is not indexed by 0, 1, 2, …; wrap a map-style dataset")
-    try:
-        return operator.index(len(dataset))
-    except TypeError as error:
-        raise TypeError(
-            f"CachedDataset got a {what} without a usable __len__ ({error}); it must tell how many samples there are"
-        ) from error
-
-
-def _counted_from_start(position: int, length: int) -> int:
-    index = position + length if position < 0 else position
-    if not 0 <= index < length:
-        raise IndexError(f"index {position} is out of range for a dataset of {length} samples")
-    return index
-
-
-def _position(index: Any) -> int | None:
-    """An index as a Python int, or ``None`` if it is something else.
-
-    A bool is something else, and so is a tensor with a dimension: a dataset may well give them another sample than
-    the plain number, which must not be cached under it.
-    """
-    if isinstance(index, bool) or (isinstance(index, (np.ndarray, torch.Tensor)) and index.ndim):
-        return None
-    try:
-        return operator.index(index)
-    except TypeError:
-        return None
 
 
 def _describe(transform: Any) -> str:

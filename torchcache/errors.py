@@ -13,7 +13,8 @@
              ├─ NotAStoreError                 the folder holds something else
              ├─ FormatVersionError             written by another version of the format
              ├─ CorruptStoreError              damaged: truncated, overwritten, or made to look like a store
-             └─ StoreMismatchError             a store of another dataset
+             ├─ StoreMismatchError             a store of another dataset
+             └─ StaleCacheError                the source gives other samples now than when they were cached
 
     TorchcacheWarning (UserWarning)
      ├─ CacheBypassWarning                     some samples come from the source each epoch; says why
@@ -34,6 +35,7 @@ __all__ = [
     "NotAStoreError",
     "RandomSampleError",
     "RandomSampleWarning",
+    "StaleCacheError",
     "StoreContentError",
     "StoreError",
     "StoreMismatchError",
@@ -90,6 +92,10 @@ class CorruptStoreError(StoreContentError):
 
 class StoreMismatchError(StoreContentError):
     """The store belongs to another dataset than the one in front of it."""
+
+
+class StaleCacheError(StoreContentError):
+    """A cached sample is no longer what the source gives; remove the store, or give the dataset another ``key=``."""
 
 
 class TorchcacheWarning(UserWarning):

@@ -172,7 +172,7 @@ class ExchangeLoader:
         if not len(indices):
             return []
         numbers = torch.arange(len(indices))
-        cache = self._source._connect()
+        cache = self._source._begin()
         rows = None if cache is None else cache.reader.find(indices)
         if cache is not None and rows is not None:
             columns = rows.table.schema.columns

@@ -18,19 +18,20 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import get_worker_info
 
 from torchcache import owner as owners
 from torchcache.buffer import LATEST_S, Buffer, Flusher
-from torchcache.errors import CacheBypassWarning, RandomSampleError, StoreError, StoreUnavailableError
+from torchcache.errors import CacheBypassWarning, StoreError, StoreUnavailableError, UnsupportedSampleError
 from torchcache.flatten import Flat, flatten_many
 from torchcache.folder import OWNERS
 from torchcache.guard import RandomnessGuard
 from torchcache.owner import Owner
 from torchcache.packing import pack
 from torchcache.reader import Reader
+from torchcache.source import Source
 from torchcache.store import Claim, Counters, LogEntry, Store
 
 CLAIM_TIMEOUT_S = 60.0  # a live owner that publishes nothing for so long is taken to be stopped
@@ -65,6 +66,7 @@ class Filler:
         dataset: the source.
         guard: watches the source for random draws.
         max_bytes: stop admitting when the store is this large; ``None``: no limit but the disk's reserve.
+        on_unsupported: what becomes of a sample that cannot be stored: ``"error"``, or ``"bypass"`` to serve it.
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class Filler:
         *,
         guard: RandomnessGuard,
         max_bytes: int | None = None,
+        on_unsupported: Literal["error", "bypass"] = "error",
     ) -> None:
+        self.source = Source(dataset, guard)
         self._store = store
         self._reader = reader
-        self._dataset = dataset
-        self._guard = guard
         self._max_bytes = max_bytes
+        self._on_unsupported = on_unsupported
+        self._warned_unsupported = False
         self._owners = store.path / OWNERS
         self._lock = threading.RLock()
         self._buffer = Buffer()
@@ -188,49 +192,42 @@ class Filler:
             self._last_seen[entry.owner] = now
 
     def _bypass(self, indices: Sequence[int]) -> dict[int, Any]:
-        samples, seconds, error = self._read(indices)
+        read = self.source.read(indices)
         with self._lock:
-            self._uncounted += Counters(source_reads=len(samples), source_seconds=seconds)
-        if error is not None:
-            raise error
-        return samples
+            self._uncounted += Counters(source_reads=read.reads, source_seconds=read.seconds)
+        if read.error is not None:
+            raise read.error
+        return read.samples
 
     def _fill(self, indices: list[int]) -> Fetched:
-        """Reads what we have claimed, and keeps it to be published; gives back what could not be read."""
-        kept = False
-        samples: dict[int, Any] = {}
+        """Reads what we have claimed, and keeps it to be published; gives back what could not be read or kept."""
+        kept: list[int] = []
         try:
-            samples, seconds, error = self._read(indices)
-            flats = flatten_many(list(samples), list(samples.values()), allow_pickle=self._store.identity.allow_pickle)
-            published = self._keep(flats, Counters(source_reads=len(samples), source_seconds=seconds))
-            kept = True
+            read = self.source.read(indices)
+            flats, unsupported = _take_apart(read.samples, self._store.identity.allow_pickle)
+            reads = Counters(source_reads=read.reads, source_seconds=read.seconds)
+            published = self._keep(flats, reads)
+            kept = [index for flat in flats for index in flat.indices]
         finally:
-            if not kept or len(samples) < len(indices):
-                self._release([i for i in indices if not kept or i not in samples])
-        if error is not None:
-            raise error
-        return Fetched(samples, flats[0] if published and len(flats) == 1 else None)
+            if len(kept) < len(indices):
+                self._release(sorted({*indices}.difference(kept)))
+        if read.error is not None:
+            raise read.error
+        if unsupported is not None:
+            self._serve_uncached(unsupported)
+        whole = published and len(flats) == 1 and unsupported is None
+        return Fetched(read.samples, flats[0] if whole else None)
 
-    def _read(self, indices: Sequence[int]) -> tuple[dict[int, Any], float, BaseException | None]:
-        """Reads from the source until it raises; returns the samples, the seconds, and the error."""
-        samples: dict[int, Any] = {}
-        batched = getattr(self._dataset, "__getitems__", None)
-        start = time.perf_counter()
-        try:
-            with self._guard.watch(self._dataset, len(indices)):
-                if batched and len(indices) > 1:
-                    found = list(batched(list(indices)))
-                    if len(found) != len(indices):
-                        raise ValueError(f"__getitems__ was asked for {len(indices)} samples and gave {len(found)}")
-                    samples = dict(zip(indices, found, strict=True))
-                else:
-                    for index in indices:
-                        samples[index] = self._dataset[index]
-        except BaseException as error:  # whatever it is, it is raised again once the claims are in order
-            if not isinstance(error, Exception) or isinstance(error, RandomSampleError):
-                samples = {}
-            return samples, time.perf_counter() - start, error
-        return samples, time.perf_counter() - start, None
+    def _serve_uncached(self, error: UnsupportedSampleError) -> None:
+        if self._on_unsupported == "error":
+            raise error
+        if not self._warned_unsupported:
+            self._warned_unsupported = True
+            warnings.warn(
+                f"{error} Such samples are read from the source each epoch (on_unsupported='bypass')",
+                CacheBypassWarning,
+                stacklevel=2,
+            )
 
     # -- publishing --------------------------------------------------------------------------------------
 
@@ -318,6 +315,9 @@ class Filler:
     def _keep(self, samples: list[Flat], reads: Counters) -> bool:
         """Publishes samples, or keeps them for a block that they will share with others; says whether it did."""
         with self._lock:
+            if not samples:
+                self._uncounted += reads
+                return False
             self._buffer.add(samples, reads)
             last = self._reader.count + len(self._buffer.indices) >= self._store.identity.length
             if last or self._buffer.is_ripe:
@@ -349,6 +349,16 @@ class Filler:
             self._flusher = None
 
     # -- the owner ---------------------------------------------------------------------------------------
+
+    @property
+    def uncounted(self) -> Counters:
+        """Reads of this process that are not in the store's totals yet."""
+        return self._uncounted
+
+    def note_reads(self, count: int) -> None:
+        """Counts reads of the source that were not for the store."""
+        with self._lock:
+            self._uncounted += Counters(source_reads=count)
 
     def _own(self) -> Owner:
         with self._lock:
@@ -447,6 +457,17 @@ class _Waiting:
     def _is_gone(self, owner: bytes) -> bool:
         seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
         return time.monotonic() - seen > CLAIM_TIMEOUT_S or not self._filler.is_alive(owner)
+
+
+def _take_apart(samples: dict[int, Any], allow_pickle: bool) -> tuple[list[Flat], UnsupportedSampleError | None]:
+    """Takes samples apart; of those that cannot be stored, returns the first one's error."""
+    try:
+        return flatten_many(list(samples), list(samples.values()), allow_pickle=allow_pickle), None
+    except UnsupportedSampleError as error:
+        if len(samples) == 1:
+            return [], error
+    each = [_take_apart({index: sample}, allow_pickle) for index, sample in samples.items()]
+    return [flat for flats, _ in each for flat in flats], next(error for _, error in each if error is not None)
 
 
 def _close(reference: weakref.ref[Filler]) -> None:

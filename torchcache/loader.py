@@ -53,9 +53,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if not collate.is_default() or (self.pin_memory and not torch.cuda.is_available()):
             return None  # the parent knows what to say of it
         dataset, subset = found
-        if not dataset.complete or dataset._cache is None:
+        cache = dataset._begin()
+        if cache is None or not dataset.complete:
             return None
-        reader = dataset._cache.reader
+        reader = cache.reader
         table = reader.only_table()
         make = None if table is None else collate.shortcut(table.schema)
         if table is None or make is None:

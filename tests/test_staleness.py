@@ -1,0 +1,263 @@
+"""What a job sees of a source that has changed under its key, cannot be reached, or gives what cannot be cached."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Source, assert_same, image_and_label
+from torch.utils.data import DataLoader
+
+import torchcache
+from torchcache import CacheBypassWarning, CachedDataset, StaleCacheError, UnsupportedSampleError
+from torchcache.compare import difference
+
+LENGTH = 40
+
+
+def other(index: int) -> Any:
+    image, label = image_and_label(index)
+    return image + 1, label
+
+
+def nan(index: int) -> Any:
+    return torch.full((3,), float("nan")), -0.0
+
+
+@pytest.fixture
+def filled(cache_dir: Path, tmp_path: Path) -> Source:
+    source = Source(LENGTH, tmp_path / "reads")
+    with CachedDataset(source, name="a", key="k") as cached:
+        cached.fill(progress=False)
+    return source
+
+
+def reopened(source: Source, make: Any = image_and_label, **kwargs: Any) -> CachedDataset:
+    source.make = make
+    return CachedDataset(source, name="a", key="k", **kwargs)
+
+
+def test_a_changed_source_is_noticed(filled: Source) -> None:
+    cached = reopened(filled, other)
+    with pytest.raises(StaleCacheError, match=r"of sample \d+, sample\[0\] is .* other values.*another key="):
+        cached[0]
+    with pytest.raises(StaleCacheError):  # as long as it is so
+        cached[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_changed_source_is_noticed_by_a_loader(filled: Source, num_workers: int) -> None:
+    with pytest.raises(StaleCacheError, match="another key="):
+        list(DataLoader(reopened(filled, other), batch_size=4, num_workers=num_workers))
+    gc.collect()  # the loader, which the error has kept alive, and its workers
+
+
+def test_a_changed_source_is_noticed_by_our_loader(filled: Source) -> None:
+    with pytest.raises(StaleCacheError, match="another key="):
+        list(torchcache.DataLoader(reopened(filled, other), batch_size=4))
+
+
+@pytest.mark.parametrize("kwargs", [{"check": 0}, {"on_random": "allow"}])
+def test_what_need_not_be_compared_is_not(filled: Source, kwargs: Any) -> None:
+    cached = reopened(filled, other, **kwargs)
+    assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
+    assert filled.reads() == Counter(range(LENGTH))
+
+
+@pytest.mark.parametrize(("check", "num_workers"), [(1, 0), (3, 0), (1000, 0), (3, 2)])
+def test_an_unchanged_source_is_read_so_often(filled: Source, check: int, num_workers: int) -> None:
+    cached = reopened(filled, check=check)
+    for _ in range(2):
+        list(DataLoader(cached, batch_size=4, num_workers=num_workers))
+    assert filled.reads().total() == LENGTH + min(check, LENGTH)
+    if not num_workers:
+        assert cached.stats.source_reads == LENGTH + min(check, LENGTH)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_one_process_of_a_job_compares(filled: Source, method: Any) -> None:
+    loader = DataLoader(reopened(filled), batch_size=4, num_workers=3, multiprocessing_context=method)
+    list(loader)
+    assert filled.reads().total() == LENGTH + 1
+
+
+def test_other_ranks_of_a_node_compare_nothing(filled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    list(reopened(filled))
+    assert filled.reads() == Counter(range(LENGTH))
+
+
+def test_what_the_job_itself_has_cached_is_not_compared(cache_dir: Path, tmp_path: Path) -> None:
+    source = Source(LENGTH, tmp_path / "reads")
+    cached = CachedDataset(source, name="a", key="k")
+    for _ in range(2):
+        list(cached)
+        cached.close()
+    assert source.reads() == Counter(range(LENGTH))
+
+
+def test_a_source_that_is_away_is_a_warning(filled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(self: Source, index: Any) -> Any:
+        raise ConnectionError("the bucket is gone")
+
+    monkeypatch.setattr(Source, "__getitem__", away)
+    cached = reopened(filled)
+    with pytest.warns(CacheBypassWarning, match=r"the bucket is gone.*is served"):
+        assert_same(cached[3], image_and_label(3))
+    assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
+
+
+def test_the_very_bits_are_compared(cache_dir: Path, tmp_path: Path) -> None:
+    source = Source(4, tmp_path / "reads", nan)
+    with CachedDataset(source, name="a", key="k") as cached:
+        cached.fill(progress=False)
+    list(reopened(source, nan, check=4))
+    with pytest.raises(
+        StaleCacheError, match=r"sample\[1\] is float -0.0 in the cache, and the source gives float 0.0"
+    ):
+        list(reopened(source, lambda i: (nan(i)[0], 0.0)))
+
+
+@pytest.mark.parametrize(
+    ("cached", "source", "text"),
+    [
+        ([1, 2], [1, 3], "sample[1] is int 2 in the cache, and the source gives int 3"),
+        ({"a": 1}, {"b": 1}, "sample is a dict of 1 in the cache, and the source gives other values"),
+        ((1,), [1], "sample is a tuple of 1 in the cache, and the source gives a list of 1"),
+        (
+            torch.zeros(2),
+            torch.zeros(3),
+            "shape [2] in the cache, and the source gives a torch.Tensor of torch.float32",
+        ),
+        (1, True, "sample is int 1 in the cache, and the source gives bool True"),
+        ("x" * 90, "y", f"sample is str '{'x' * 36}... in the cache"),
+    ],
+)
+def test_differences_are_described(cached: Any, source: Any, text: str) -> None:
+    assert text in difference(cached, source)
+    assert difference(cached, copy.deepcopy(cached)) == ""
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    source = Source(LENGTH, tmp_path / "reads")
+    with pytest.raises(ValueError, match="check=-1"):
+        CachedDataset(source, check=-1)
+    with pytest.raises(ValueError, match="on_unsupported is"):
+        CachedDataset(source, on_unsupported="ignore")  # type: ignore[arg-type]
+
+
+# -- what cannot be cached -------------------------------------------------------------------------------
+
+
+def some_unsupported(index: int) -> Any:
+    return (torch.ones(2) * index, object if index % 5 == 3 else index)
+
+
+@pytest.mark.filterwarnings("ignore::torchcache.CacheBypassWarning")  # that of the worker
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_cannot_be_cached_is_read_each_time(cache_dir: Path, tmp_path: Path, num_workers: int) -> None:
+    source = Source(20, tmp_path / "reads", some_unsupported)
+    cached = CachedDataset(source, key="k", on_unsupported="bypass")
+    for epoch in range(3):
+        if num_workers:
+            found = [s for b in DataLoader(cached, 6, collate_fn=list, num_workers=num_workers) for s in b]
+        elif epoch:
+            found = [s for b in DataLoader(cached, 6, collate_fn=list) for s in b]
+        else:
+            with pytest.warns(CacheBypassWarning, match=r"builtins.type cannot be stored.*on_unsupported='bypass'"):
+                found = [s for b in DataLoader(cached, 6, collate_fn=list) for s in b]
+        assert_same([s[1] for s in found], [some_unsupported(i)[1] for i in range(20)])
+    reads = source.reads()
+    assert all(reads[i] == (3 if i % 5 == 3 else 1) for i in range(20)), reads
+    assert cached.stats.samples_cached == 16
+    assert not cached.complete
+
+
+def test_by_default_it_is_an_error(cache_dir: Path, tmp_path: Path) -> None:
+    cached = CachedDataset(Source(20, tmp_path / "reads", some_unsupported), key="k")
+    with pytest.raises(UnsupportedSampleError, match=r"sample\[1\]: builtins.type"):
+        list(DataLoader(cached, 6, collate_fn=list))
+    assert cached.stats.samples_cached == 5
+
+
+# -- unusual sources -------------------------------------------------------------------------------------
+
+
+class Collating(Source):
+    """Its ``__getitems__`` gives batches that are collated already, as the Hugging Face ones in some formats."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        images, labels = zip(*[self[i] for i in indices], strict=True)
+        return {"images": torch.stack(images), "labels": torch.tensor(labels)}
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.filterwarnings("ignore::torchcache.CacheBypassWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_source_that_collates_is_passed_through(cache_dir: Path, tmp_path: Path, num_workers: int) -> None:
+    source = Collating(20, tmp_path / "reads")
+    cached = CachedDataset(source, key="k")
+    kwargs: Any = {"batch_size": 5, "collate_fn": unchanged, "num_workers": num_workers}
+    bare = list(DataLoader(source, **kwargs))
+    if num_workers:
+        assert_same(list(DataLoader(cached, **kwargs)), bare)
+    else:
+        with pytest.warns(CacheBypassWarning, match="gives collated batches"):
+            assert_same(list(DataLoader(cached, **kwargs)), bare)
+    assert_same(cached[3], image_and_label(3))  # single samples are cached
+    assert_same(cached[3], image_and_label(3))
+
+
+class Reusing(Source):
+    """Gives the same memory for each sample."""
+
+    buffer = torch.zeros(3, 4, 4)
+
+    def __getitem__(self, index: Any) -> Any:
+        image, label = super().__getitem__(index)
+        return self.buffer.copy_(image), label
+
+
+def test_a_source_that_reuses_its_memory_is_cached_right(cache_dir: Path, tmp_path: Path) -> None:
+    cached = CachedDataset(Reusing(LENGTH, tmp_path / "reads"), key="k")
+    cached.fill(progress=False)
+    assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
+
+
+# -- a duty is one process's -----------------------------------------------------------------------------
+
+
+def take(duty: Any, taken: Any) -> None:
+    taken.put(duty.take())
+    taken.close()
+    taken.join_thread()
+    os._exit(0)
+
+
+def test_a_duty_is_taken_once() -> None:
+    from torchcache.check import Duty
+
+    duty = Duty(5)
+    context = multiprocessing.get_context("fork")
+    taken = context.Queue()
+    processes = [context.Process(target=take, args=(duty, taken)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert sorted(taken.get() for _ in processes) == [0, 5]
+    for process in processes:
+        process.join()
+    assert duty.take() == 0
+    duty = Duty(5)
+    copies = [pickle.loads(pickle.dumps(duty)) for _ in range(2)]
+    assert [d.take() for d in (*copies, duty)] == [5, 0, 0]
