@@ -32,61 +32,17 @@ from torchcache.leaves import DTYPE_NAMES
 from torchcache.schema import Schema
 
 # What torch has today. A new dtype fails the test below until somebody has looked at how it is stored.
-STORED_DTYPES = {
-    "bool",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex32",
-    "complex64",
-    "complex128",
-    "bcomplex32",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-    "uint1",
-    "uint2",
-    "uint3",
-    "uint4",
-    "uint5",
-    "uint6",
-    "uint7",
-    "int1",
-    "int2",
-    "int3",
-    "int4",
-    "int5",
-    "int6",
-    "int7",
-}
-REFUSED_DTYPES = {
-    "qint8",
-    "quint8",
-    "qint32",
-    "quint4x2",
-    "quint2x4",
-    "bits1x8",
-    "bits2x4",
-    "bits4x2",
-    "bits8",
-    "bits16",
-}
+STORED_DTYPES = """
+    bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
+    complex32 complex64 complex128 bcomplex32
+    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+    uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7
+"""
+REFUSED_DTYPES = "qint8 quint8 qint32 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16"
 
 
 def test_all_dtypes_of_torch_are_in_the_table() -> None:
-    assert set(DTYPE_NAMES.values()) <= STORED_DTYPES | REFUSED_DTYPES
+    assert set(DTYPE_NAMES.values()) <= set((STORED_DTYPES + REFUSED_DTYPES).split())
     assert {d for d in vars(torch).values() if isinstance(d, torch.dtype)} == set(DTYPE_NAMES)
 
 
@@ -561,7 +517,7 @@ def test_a_store_cannot_smuggle_pickle_in(cache_dir: Path) -> None:
     cached[0]
     cached.close()
     store = torchcache.store.Store.open(cached.path)
-    with pytest.raises(errors.CorruptStoreError, match="holds pickled objects"):
+    with pytest.raises(errors.CorruptStoreError, match="pickled objects where none are allowed"):
         store.schema_id(Schema(("pickle",), (None,)))
 
 

@@ -139,7 +139,7 @@ def _decode_raw(kind: str, data: bytes) -> Any:
         return data.decode("utf-8", "surrogatepass")
     if kind == "json":
         return json.loads(data)
-    if kind == "pickle":  # only in a store that was opened with allow_pickle=True (``Store.permit``)
+    if kind == "pickle":  # ``Schema.from_json`` refuses it unless the user has allowed it
         return pickle.loads(data)
     if kind == "bigint":
         return int.from_bytes(data, "little", signed=True)

@@ -465,11 +465,8 @@ class Store:
             for key, text in cursor:
                 if int.from_bytes(key, "big") != len(self.schemas):
                     raise CorruptStoreError(f"{self.path}: schema {len(self.schemas)} is missing")
-                schema = Schema.from_json(bytes(text))
-                if schema.is_pickled and not self.identity.allow_pickle:
-                    raise CorruptStoreError(f"{self.path} holds pickled objects, and says that it holds none")
                 self._schema_ids[bytes(text)] = len(self.schemas)
-                self.schemas.append(schema)
+                self.schemas.append(Schema.from_json(bytes(text), allow_pickle=self.identity.allow_pickle))
 
     def schema_id(self, schema: Schema) -> int:
         """The number of a schema in the store, which learns it if need be."""
