@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test stress lint clean
 
 demo: $(INSTALLED)  ## LeNet on MNIST with and without the cache, in a few minutes
 	$(BIN)/python benchmarks/lenet_mnist.py --compare --epochs 3 --limit 20000 --data-dir .bench/data --cache-dir .bench/cache --plot .bench/lenet_mnist.png
 
 test: lint  ## lint, type check, tests
 	$(BIN)/python -m pytest
+
+stress: $(INSTALLED)  ## the long tests, some minutes
+	$(BIN)/python -m pytest tests/stress
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -190,9 +190,14 @@ def _encode_numpy_scalar(x: np.generic, leaves: Leaves, depth: int) -> Spec:
     return ("npscalar", _descr(x.dtype))
 
 
-@lru_cache(maxsize=4096)
 def _descr(dtype: np.dtype[Any]) -> str:
     """A dtype as text, by NumPy's own file format: byte order, units, fields and padding included."""
+    # Dtypes are equal, and of the same hash, whatever their metadata and the class of their scalars.
+    return _descr_of(dtype, str(dtype.type), dtype.metadata is None)
+
+
+@lru_cache(maxsize=4096)
+def _descr_of(dtype: np.dtype[Any], scalar: str, bare: bool) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of metadata, which the notation leaves out

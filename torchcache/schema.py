@@ -55,11 +55,6 @@ class Schema:
         object.__setattr__(self, "columns", tuple(found))
         object.__setattr__(self, "rebuild", build)
 
-    @property
-    def is_pickled(self) -> bool:
-        """Whether reading a sample of this schema executes what is stored."""
-        return any(column.kind == "pickle" for column in self.columns)
-
     def __hash__(self) -> int:
         return self._hash  # computed once: a deep spec is slow to hash, and batches look things up by schema
 
@@ -93,44 +88,6 @@ class Schema:
         if not allow_pickle and any(column.kind == "pickle" for column in schema.columns):
             raise CorruptStoreError("a schema holds pickled objects where none are allowed")
         return schema
-
-
-class Part(NamedTuple):
-    """What ``default_collate`` finds in a sample when it has taken the containers apart: a leaf, or an object.
-
-    Attributes:
-        first, last: the columns, the last exclusive.
-        schema: of an object its own; ``None`` for a leaf.
-    """
-
-    first: int
-    last: int
-    schema: Schema | None
-
-
-def outline(schema: Schema) -> tuple[Callable[[Sequence[Any]], Any], list[Part]]:
-    """The containers of a sample down to its leaves and objects: a function that fills them, and what it takes."""
-    parts: list[Part] = []
-    spec = _outline(schema.spec, schema.shapes, parts)
-    return Schema(spec, (None,) * len(parts)).rebuild, parts
-
-
-def _outline(spec: Spec, shapes: Sequence[Dims | None], parts: list[Part]) -> Spec:
-    kind = spec[0]
-    if kind in _EMPTY:
-        return spec
-    if kind in _CONTAINER_KINDS and kind not in RULES:
-        return (*spec[:-1], tuple([_outline(child, shapes, parts) for child in spec[-1]]))
-    first = parts[-1].last if parts else 0
-    last = first + _count_leaves(spec)
-    parts.append(Part(first, last, Schema(spec, tuple(shapes[first:last])) if kind in RULES else None))
-    return ("bytes",)
-
-
-def _count_leaves(spec: Spec) -> int:
-    if spec[0] in _EMPTY:
-        return 0
-    return sum(map(_count_leaves, spec[-1])) if spec[0] in _CONTAINER_KINDS else 1
 
 
 class Part(NamedTuple):
