@@ -13,7 +13,7 @@ test: lint  ## lint, type check, tests
 	$(BIN)/python -m pytest
 
 stress: $(INSTALLED)  ## the long tests, some minutes
-	$(BIN)/python -m pytest tests/stress
+	$(BIN)/python -m pytest tests/stress -o python_files='stress_*.py'
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
