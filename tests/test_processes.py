@@ -78,7 +78,9 @@ def _run_job(cached: CachedDataset, gate: Any, seed: int) -> None:
 def test_many_jobs_open_one_missing_folder(cache_dir: Path, tmp_path: Path) -> None:
     source = SlowSource(100, tmp_path / "reads")
     gate = FORK.Barrier(12)
-    jobs = [FORK.Process(target=_run_job, args=(CachedDataset(source), gate, seed)) for seed in range(12)]
+    # One that comes when the others have ended would compare a sample: check=0.
+    cached = [CachedDataset(source, check=0) for _ in range(12)]
+    jobs = [FORK.Process(target=_run_job, args=(job, gate, seed)) for seed, job in enumerate(cached)]
     for job in jobs:
         job.start()
     for job in jobs:

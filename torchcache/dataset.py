@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchcache import ahead, collate, environment, folder, location, store
+from torchcache import ahead, collate, environment, folder, location, owner, store
 from torchcache.check import Duty, check_samples, is_first_process
 from torchcache.errors import (
     CacheBypassWarning,
@@ -66,7 +66,7 @@ class _Cache:
     """The open store of a dataset in this process.
 
     Attributes:
-        known: samples that it held when it was opened.
+        known: samples that it held before this job: when it was opened, unless somebody was filling it.
     """
 
     store: Store
@@ -231,7 +231,8 @@ class CachedDataset(Dataset[Any]):
         else:
             filler.refresh()
             filler.seal()
-        return _Cache(opened, reader, filler, reader.count)
+        being_filled = opened.writable and owner.any_alive(opened.path / folder.OWNERS)
+        return _Cache(opened, reader, filler, 0 if being_filled else reader.count)
 
     def _begin(self) -> _Cache | None:
         """Opens the store to read samples. The first process of a job to do so compares some with the dataset.

@@ -64,10 +64,16 @@ def is_alive(folder: Path, owner: bytes) -> bool:
 
 def sweep(folder: Path) -> int:
     """Removes the lock files of dead owners, and returns how many there were."""
-    if not folder.is_dir():
-        return 0
-    ids = [bytes.fromhex(file.stem) for file in folder.glob("[0-9a-f]" * 2 * ID_BYTES + ".lock")]
-    return sum(not is_alive(folder, owner) for owner in ids)
+    return sum(not is_alive(folder, owner) for owner in _ids(folder))
+
+
+def any_alive(folder: Path) -> bool:
+    """Whether anybody fills the store just now."""
+    return any(is_alive(folder, owner) for owner in _ids(folder))
+
+
+def _ids(folder: Path) -> list[bytes]:
+    return [bytes.fromhex(file.stem) for file in folder.glob("[0-9a-f]" * 2 * ID_BYTES + ".lock")]
 
 
 def _file_lock(folder: Path, owner: bytes) -> filelock.FileLock:
