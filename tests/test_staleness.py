@@ -261,3 +261,11 @@ def test_a_duty_is_taken_once() -> None:
     duty = Duty(5)
     copies = [pickle.loads(pickle.dumps(duty)) for _ in range(2)]
     assert [d.take() for d in (*copies, duty)] == [5, 0, 0]
+
+
+def test_equal_sets_in_another_order_are_equal() -> None:
+    a, b = {8, 0}, {0, 8}
+    assert list(a) != list(b)
+    assert difference([1, a], [1, b]) == ""
+    assert difference([1, a], [1, {0, 9}]).startswith("sample[1] is ")
+    assert difference({"a": 1, "b": 2}, {"b": 2, "a": 1}).startswith("sample is ")

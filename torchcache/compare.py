@@ -9,6 +9,8 @@ import torch
 
 from torchcache.flatten import flatten
 
+# Their equality is not that of bits and order.
+_EXACT = (torch.Tensor, np.ndarray, np.generic, float, complex, dict, list, tuple)
 Canonical = tuple[Any, list[tuple[Any, bytes]]]
 
 
@@ -30,21 +32,31 @@ def difference(cached: Any, source: Any, place: str = "sample") -> str:
     """
     if canonical(cached) == canonical(source):
         return ""
-    if type(cached) is type(source):
-        parts = _parts(cached), _parts(source)
-        if parts[0].keys() == parts[1].keys():
-            for key, value in parts[0].items():
-                if found := difference(value, parts[1][key], f"{place}[{key!r}]"):
-                    return found
+    parts, others = _parts(cached), _parts(source)
+    if type(cached) is type(source) and parts is not None and others is not None and list(parts) == list(others):
+        found = (difference(value, others[key], f"{place}[{key!r}]") for key, value in parts.items())
+        return next(filter(None, found), "")
+    if _are_equal_objects(cached, source):
+        return ""
     first, second = _describe(cached), _describe(source)
     values = "other values" if first == second else second
     return f"{place} is {first} in the cache, and the source gives {values}"
 
 
-def _parts(sample: Any) -> dict[Any, Any]:
-    if isinstance(sample, dict):
-        return dict(sample)
-    return dict(enumerate(sample)) if isinstance(sample, (list, tuple)) else {}
+def _parts(sample: Any) -> dict[Any, Any] | None:
+    if type(sample) is dict:
+        return sample
+    return dict(enumerate(sample)) if type(sample) in (list, tuple) else None
+
+
+def _are_equal_objects(cached: Any, source: Any) -> bool:
+    """Whether objects say themselves that they are equal: the order of a set differs between equal ones."""
+    if type(cached) is not type(source) or isinstance(cached, _EXACT):
+        return False
+    try:
+        return (cached == source) is True
+    except (RuntimeError, ValueError, TypeError):  # of arrays in it
+        return False
 
 
 def _describe(value: Any) -> str:

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from torchcache.errors import (
     NotAStoreError,
     StaleCacheError,
     StoreError,
+    StoreMismatchError,
     StoreUnavailableError,
     UnsupportedSampleError,
 )
@@ -86,7 +87,8 @@ class CachedDataset(Dataset[Any]):
         transform: applied to each sample after the cache, on every read: the place for random augmentation.
         cache_dir: the folder of the stores; default ``$CACHE_DIR``, else the user's cache folder.
         name: prefix of the store's folder; default the name of the dataset's class.
-        key: identity of the content; default ``fingerprint(dataset)``. Two datasets of one key share a store.
+        key: identity of the content; default ``fingerprint(dataset)``. Two datasets of one key share a store, if they
+            are of one class and length; one that has got another length gets a store of its own, beside the first.
         max_bytes: stop admitting samples when the store is this large; the others are read from the source each
             epoch. Either way 5 % of the disk is left free.
         copy: whether ``ds[i]`` owns its memory. ``False``: tensors are views of a private map of the store, arrays
@@ -214,8 +216,21 @@ class CachedDataset(Dataset[Any]):
                     self._bypass(error)
             return self._cache
 
+    def _open_store(self) -> Store:
+        """Opens the store, or makes it: one beside it if that is the dataset's from when it had another length."""
+        if self._identity is None:
+            return Store.open(self._path)
+        try:
+            return Store.create(self._path, self._identity)
+        except StoreMismatchError:
+            if replace(Store.open(self._path).identity, length=self._identity.length) != self._identity:
+                raise
+        # Not the same store, grown: the samples may have moved to other indices.
+        self._path = self._path.with_name(f"{self._path.name}-{self._identity.length}")
+        return Store.create(self._path, self._identity)
+
     def _open_cache(self) -> _Cache:
-        opened = Store.open(self._path) if self._identity is None else Store.create(self._path, self._identity)
+        opened = self._open_store()
         opened.permit(self._allow_pickle)
         reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
         filler = Filler(
@@ -375,7 +390,7 @@ class CachedDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         cache = self._ready
         if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
-            values = self._values(index, cache)
+            values = None if self._has_shrunk(cache) else self._values(index, cache)
             if values is not None:
                 self._hits += 1
                 return self._hit(*values)
@@ -390,7 +405,7 @@ class CachedDataset(Dataset[Any]):
             return self._collated(indices)
         cache = self._ready or self._begin()
         to_collate = self.transform is None and collate.feeds_default_collate(sys._getframe(1))
-        if cache is not None and to_collate:
+        if cache is not None and to_collate and not self._has_shrunk(cache):
             rows = cache.reader.find(indices)
             if rows is not None:
                 self._hits += len(indices)
@@ -410,6 +425,10 @@ class CachedDataset(Dataset[Any]):
                 stacklevel=2,
             )
             return self._collated(indices)
+
+    def _has_shrunk(self, cache: _Cache) -> bool:
+        """Whether samples are cached that the dataset no longer has."""
+        return self.dataset is not None and len(self.dataset) < cache.store.identity.length
 
     def _collated(self, indices: Sequence[Any]) -> Any:
         self._misses += len(indices)

@@ -59,7 +59,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         reader = cache.reader
         table = reader.only_table()
         make = None if table is None else collate.shortcut(table.schema)
-        if table is None or make is None:
+        if table is None or make is None or len(dataset) != table.count:  # it has got other samples since
             return None
         if not (self.persistent_workers and self.num_workers > 0 and getattr(self, "_torchcache_seeded", False)):
             # Drawn by the parent's iterator, for workers that there are none of here.
