@@ -65,7 +65,7 @@ def test_a_changed_source_is_noticed_by_our_loader(filled: Source) -> None:
         list(torchcache.DataLoader(reopened(filled, other), batch_size=4))
 
 
-@pytest.mark.parametrize("kwargs", [{"check": 0}, {"on_random": "allow"}])
+@pytest.mark.parametrize("kwargs", [{"check": 0}, {"on_random": "allow"}, {"on_random": "warn"}])
 def test_what_need_not_be_compared_is_not(filled: Source, kwargs: Any) -> None:
     cached = reopened(filled, other, **kwargs)
     assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])

@@ -97,7 +97,7 @@ class CachedDataset(Dataset[Any]):
             ``"warn"`` or ``"allow"``.
         check: how many samples of a store that was there before this job are compared with the dataset at the first
             read, one process a node: files that change under the same path have the same key. Nothing is compared with
-            ``on_random="allow"``.
+            ``on_random="allow"`` or ``"warn"``.
         on_unsupported: what to do with a sample that cannot be cached: ``"error"``, or ``"bypass"`` to read it from
             the dataset each time, with one warning.
         allow_pickle: store objects of classes that cannot be stored otherwise by pickling them. Reading such a store
@@ -141,7 +141,7 @@ class CachedDataset(Dataset[Any]):
         self._max_bytes = max_bytes
         self._allow_pickle = allow_pickle
         self._guard = RandomnessGuard(on_random)
-        self._duty = Duty(0 if on_random == "allow" else check)
+        self._duty = Duty(check if on_random == "error" else 0)  # else samples may differ
         self._on_unsupported = on_unsupported
         self._identity: Identity | None = Identity(
             key=fingerprint(dataset) if key is None else str(key),
