@@ -98,15 +98,14 @@ def until_an_error(folder: Path, at: int, happens: Callable[[], None], timeout_s
     """Iterates until the others are gone, which something brings about at one of the batches."""
     source = Source(64, folder / "source")
     timeout = datetime.timedelta(seconds=timeout_s)
-    cached = CachedDataset(source, check=0)
-    loader = ExchangeLoader(cached, DistributedSampler(source), 2, timeout=timeout)
+    loader = ExchangeLoader(CachedDataset(source, check=0), DistributedSampler(source), 2, timeout=timeout)
     try:
         for number, _ in enumerate(loader):
             if number == at:
                 happens()
     except RuntimeError as failure:
         print(failure, flush=True)
-        cached.close()
+        loader._source.close()
         os._exit(3)  # as after an error of any collective: the group cannot be closed in order
 
 

@@ -132,7 +132,8 @@ class ExchangeLoader:
         self._resume_at = int(state["batches"])
 
     def close(self) -> None:
-        """Closes the process group; collective."""
+        """Publishes what this rank has read, and closes the process group; collective."""
+        self._source.close()
         dist.destroy_process_group(self._group)
 
     # -- one step ----------------------------------------------------------------------------------------
