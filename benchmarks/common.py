@@ -98,6 +98,13 @@ def environment_line(facts: Mapping[str, Any]) -> str:
     return "environment: " + ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
+def announced_environment(device: torch.device | None = None) -> dict[str, Any]:
+    """The facts of :func:`environment`, which it prints."""
+    facts = environment(device)
+    print(environment_line(facts))
+    return facts
+
+
 def seed_everything(seed: int) -> None:
     """Seeds the global generators of ``random``, NumPy and torch, and asks cuDNN for repeatable kernels."""
     random.seed(seed)

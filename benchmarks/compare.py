@@ -12,8 +12,7 @@ import torch
 from common import (
     CountedDataset,
     ReadLog,
-    environment,
-    environment_line,
+    announced_environment,
     length,
     limited,
     scratch_folder,
@@ -132,8 +131,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
     if args.plot is not None:
         require_matplotlib()
     device = select_device(args.device)
-    facts = environment(device)
-    print(environment_line(facts))
+    facts = announced_environment(device)
     data = job.prepare_data()
     print(f"data: {data}")
     sets = shortened(job.sources(), args.limit)

@@ -114,6 +114,13 @@ def prepare_mnist(data_dir: Path, *, download: bool) -> str:
     return f"MNIST in {data_dir}"
 
 
+def announced_mnist(args: argparse.Namespace) -> str:
+    """Prepares what ``add_data_options`` asks for, and prints and returns what it is."""
+    data = prepare_mnist(args.data_dir, download=not args.no_download)
+    print(f"data: {data}")
+    return data
+
+
 def _mnist() -> Any:
     from torchvision.datasets import MNIST  # here, because benchmarks without images need not load torchvision
 

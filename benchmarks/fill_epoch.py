@@ -18,9 +18,8 @@ from common import (
     Spread,
     add_run_options,
     alternate,
+    announced_environment,
     clock,
-    environment,
-    environment_line,
     epoch_seconds,
     length,
     limited,
@@ -32,7 +31,7 @@ from common import (
     table,
     write_json,
 )
-from data import add_data_options, load_mnist, prepare_mnist
+from data import add_data_options, announced_mnist, load_mnist
 from torch.utils.data import DataLoader, Dataset
 
 from torchcache import CachedDataset
@@ -96,10 +95,8 @@ def measure(contest: Contest, pairs: int) -> dict[str, list[float]]:
 def main() -> int:
     """Measures and reports. Returns the exit status."""
     args = options()
-    facts = environment()
-    print(environment_line(facts))
-    data = prepare_mnist(args.data_dir, download=not args.no_download)
-    print(f"data: {data}")
+    facts = announced_environment()
+    data = announced_mnist(args)
     source = limited(load_mnist(args.data_dir, train=True), args.limit)
     print(f"{length(source):,} samples, batches of {args.batch_size}, {args.pairs} pairs")
     epoch_seconds(DataLoader(source, batch_size=args.batch_size), WARM_UP_BATCHES)

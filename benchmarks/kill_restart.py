@@ -27,9 +27,8 @@ import torch
 from common import (
     ReadLog,
     add_run_options,
+    announced_environment,
     clock,
-    environment,
-    environment_line,
     new_parser,
     non_negative,
     positive,
@@ -185,8 +184,7 @@ def main() -> int:
     if args.start is not None:
         fill(args)
         return 0
-    facts = environment()
-    print(environment_line(facts))
+    facts = announced_environment()
     size = f"{args.samples:,} samples of {args.delay_ms} ms, {args.workers} workers"
     print(f"{size}, {args.kills} kills, seed {args.seed}")
     with scratch_folder(args.cache_dir, "kill") as folder, tempfile.TemporaryFile() as errors:

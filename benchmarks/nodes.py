@@ -19,9 +19,8 @@ import torch.distributed as dist
 from common import (
     Spread,
     add_run_options,
+    announced_environment,
     clock,
-    environment,
-    environment_line,
     new_parser,
     positive,
     ratios,
@@ -120,8 +119,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
 def main() -> int:
     """Simulates, measures and reports. Returns the exit status."""
     args = options()
-    facts = environment()
-    print(environment_line(facts))
+    facts = announced_environment()
     simulated = {nodes: simulate(args, nodes) for nodes in NODES if nodes * args.ranks_per_node <= args.samples}
     print(
         f"{args.samples:,} samples of {args.sample_bytes:,} bytes, {args.ranks_per_node} ranks a node, batches of "

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from common import (
     add_run_options,
-    environment,
-    environment_line,
+    announced_environment,
     length,
     limited,
     new_parser,
@@ -28,7 +27,7 @@ from common import (
     table,
     write_json,
 )
-from data import add_data_options, load_mnist, prepare_mnist
+from data import add_data_options, announced_mnist, load_mnist
 from lenet_mnist import lenet, sgd
 from torch import nn
 from torch.utils.data import DistributedSampler
@@ -83,10 +82,8 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 def main() -> int:
     """Trains and reports. Returns the exit status."""
     args = options()
-    facts = environment()
-    print(environment_line(facts))
-    data = prepare_mnist(args.data_dir, download=not args.no_download)
-    print(f"data: {data}")
+    facts = announced_environment()
+    data = announced_mnist(args)
     training = in_memory(limited(load_mnist(args.data_dir, train=True), args.limit))
     test = in_memory(limited(load_mnist(args.data_dir, train=False), args.limit))
     nodes, indices = args.nodes, range(len(training[1]))

@@ -22,8 +22,7 @@ from common import (
     CountedDataset,
     ReadLog,
     add_run_options,
-    environment,
-    environment_line,
+    announced_environment,
     length,
     limited,
     new_parser,
@@ -33,7 +32,7 @@ from common import (
     table,
     write_json,
 )
-from data import add_data_options, load_mnist, prepare_mnist
+from data import add_data_options, announced_mnist, load_mnist
 from torch.utils.data import DataLoader
 
 from torchcache import CachedDataset
@@ -117,10 +116,8 @@ def main() -> int:
     if args.program is not None:
         print(json.dumps(program(args)))
         return 0
-    facts = environment()
-    print(environment_line(facts))
-    data = prepare_mnist(args.data_dir, download=not args.no_download)
-    print(f"data: {data}")
+    facts = announced_environment()
+    data = announced_mnist(args)
     with scratch_folder(args.cache_dir, "reads") as folder:
         log, totals, results = ReadLog(folder / "reads"), [0], []
         for number in range(len(args.workers)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,9 +59,7 @@ def is_first_process() -> bool:
     return (worker is None or worker.id == 0) and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def check_samples(
-    count: int, reader: Reader, source: Source, *, length: int, rebuild: Callable[[int], Any], path: os.PathLike[str]
-) -> int:
+def check_samples(count: int, reader: Reader, source: Source, *, length: int, path: os.PathLike[str]) -> int:
     """Compares cached samples, chosen at random, with the source; returns how many were compared.
 
     Args:
@@ -70,7 +67,6 @@ def check_samples(
         reader: knows what is cached.
         source: the dataset.
         length: of the dataset, which may be shorter than the store.
-        rebuild: a cached sample by its index.
         path: of the store, for messages.
 
     Raises:
@@ -92,7 +88,8 @@ def check_samples(
                 stacklevel=2,
             )
             return 0
-        found = _difference(rebuild(index), read.samples[index])
+        schema, values = reader.values(index, True)
+        found = _difference(schema.rebuild(values), read.samples[index])
         if found:
             raise StaleCacheError(
                 f"{path} is not what its source gives now: of sample {index}, {found}. Remove that folder to cache "

@@ -219,7 +219,9 @@ class CachedDataset(Dataset[Any]):
     def _open_store(self) -> Store:
         """Opens the store, or makes it: one beside it if that is the dataset's from when it had another length."""
         if self._identity is None:
-            return Store.open(self._path)
+            opened = Store.open(self._path)
+            opened.permit(self._allow_pickle)
+            return opened
         try:
             return Store.create(self._path, self._identity)
         except StoreMismatchError:
@@ -231,7 +233,6 @@ class CachedDataset(Dataset[Any]):
 
     def _open_cache(self) -> _Cache:
         opened = self._open_store()
-        opened.permit(self._allow_pickle)
         reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
         filler = Filler(
             opened,
@@ -246,8 +247,10 @@ class CachedDataset(Dataset[Any]):
         else:
             filler.refresh()
             filler.seal()
-        being_filled = opened.writable and owner.any_alive(opened.path / folder.OWNERS)
-        return _Cache(opened, reader, filler, 0 if being_filled else reader.count)
+        known = reader.count
+        if known and opened.writable and owner.any_alive(opened.path / folder.OWNERS):
+            known = 0
+        return _Cache(opened, reader, filler, known)
 
     def _begin(self) -> _Cache | None:
         """Opens the store to read samples. The first process of a job to do so compares some with the dataset.
@@ -264,15 +267,10 @@ class CachedDataset(Dataset[Any]):
         return self._ready
 
     def _compare(self, count: int, cache: _Cache) -> None:
-        def rebuild(index: int) -> Any:
-            schema, values = cache.reader.values(index, True)
-            return schema.rebuild(values)
-
         length = min(len(self), cache.store.identity.length)
         try:
-            cache.filler.note_reads(
-                check_samples(count, cache.reader, cache.filler.source, length=length, rebuild=rebuild, path=self._path)
-            )
+            checked = check_samples(count, cache.reader, cache.filler.source, length=length, path=self._path)
+            cache.filler.note(Counters(source_reads=checked))
         except StaleCacheError:
             self._duty.give_back()
             raise

@@ -45,13 +45,13 @@ def encode(value: Any, leaves: Leaves, depth: int) -> Spec:
     Raises:
         UnsupportedSampleError: if it cannot be stored.
     """
-    if not leaves.allow_pickle:
-        encoder = _ENCODERS.get(type(value)) or _resolve(type(value))
-        return encoder(value, leaves, depth)
     count = len(leaves)
     try:
-        return (_ENCODERS.get(type(value)) or _resolve(type(value)))(value, leaves, depth)
+        encoder = _ENCODERS.get(type(value)) or _resolve(type(value))
+        return encoder(value, leaves, depth)
     except UnsupportedSampleError as error:
+        if not leaves.allow_pickle:
+            raise
         del leaves[count:]
         return _pickled(value, leaves, error)
 

@@ -301,8 +301,7 @@ def fill_part(
         num_nodes: as for ``ExchangeLoader``.
     """
     topology = find_topology(None, None, node_rank, num_nodes)
-    part = topology.parts(len(dataset), seed=0)[topology.node].sort().values
-    dataset.fill(num_workers, progress, indices=part.tolist())
+    dataset.fill(num_workers, progress, indices=topology.part(len(dataset), seed=0).tolist())
 
 
 @dataclass(frozen=True)
@@ -348,8 +347,7 @@ class _Cached:
 
     def samples(self) -> list[Any]:
         table, rows = self.places
-        columns = range(len(self.schema.columns))
-        return [self.schema.rebuild([self.reader.value(table, c, row, True) for c in columns]) for row in rows.tolist()]
+        return [self.schema.rebuild(self.reader.row_values(table, row, True)) for row in rows.tolist()]
 
 
 @dataclass(frozen=True)

@@ -193,8 +193,7 @@ class Filler:
 
     def _bypass(self, indices: Sequence[int]) -> dict[int, Any]:
         read = self.source.read(indices)
-        with self._lock:
-            self._uncounted += Counters(source_reads=read.reads, source_seconds=read.seconds)
+        self.note(Counters(source_reads=read.reads, source_seconds=read.seconds))
         if read.error is not None:
             raise read.error
         return read.samples
@@ -316,7 +315,7 @@ class Filler:
         """Publishes samples, or keeps them for a block that they will share with others; says whether it did."""
         with self._lock:
             if not samples:
-                self._uncounted += reads
+                self.note(reads)
                 return False
             self._buffer.add(samples, reads)
             last = self._reader.count + len(self._buffer.indices) >= self._store.identity.length
@@ -355,10 +354,10 @@ class Filler:
         """Reads of this process that are not in the store's totals yet."""
         return self._uncounted
 
-    def note_reads(self, count: int) -> None:
-        """Counts reads of the source that were not for the store."""
+    def note(self, reads: Counters) -> None:
+        """Counts reads of the source that bring nothing into the store."""
         with self._lock:
-            self._uncounted += Counters(source_reads=count)
+            self._uncounted += reads
 
     def _own(self) -> Owner:
         with self._lock:

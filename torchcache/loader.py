@@ -22,7 +22,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchcache import collate
 from torchcache.dataset import CachedDataset
-from torchcache.reader import Reader, Table
+from torchcache.reader import Reader, Table, as_indices
 
 LOOK_UP_SAMPLES = 1 << 16  # places looked up at once; 8 bytes a sample and column
 MOST_HANDED_OVER, HANDED_OVER_BYTES = 8, 2 << 20  # batches that a thread makes at a time, if they are small
@@ -141,7 +141,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
     if order is None:
         fetcher = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, loader.drop_last)
         for indices in loader.batch_sampler or ():
-            wanted = _as_tensor(indices, gather.length)
+            wanted = as_indices(indices, gather.length)
             if wanted is None:  # negative ones, say: as without the shortcut
                 yield _bound(fetcher.fetch, indices)
             else:
@@ -193,9 +193,8 @@ def _pieces(order: torch.Tensor, batches: BatchSampler, generator: Any) -> Itera
     for first in range(0, whole, step):
         yield order[first : min(first + step, whole)]
     if generator is not None:
-        torch.randperm(
-            length, generator=generator
-        )  # RandomSampler's, for the rest of num_samples, of which there is none
+        # RandomSampler's, for the rest of num_samples, of which there is none.
+        torch.randperm(length, generator=generator)
     if whole < length and not batches.drop_last:
         yield order[whole:]
 
@@ -204,7 +203,7 @@ def _cached(dataset: Any) -> tuple[CachedDataset, torch.Tensor | None] | None:
     """The cached dataset under any number of subsets, and which of its samples they leave, in which order."""
     subset: torch.Tensor | None = None
     while type(dataset) is Subset:
-        indices = _as_tensor(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
+        indices = as_indices(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
         if indices is None:
             return None
         subset = indices if subset is None else indices[subset]
@@ -212,15 +211,3 @@ def _cached(dataset: Any) -> tuple[CachedDataset, torch.Tensor | None] | None:
     if type(dataset) is not CachedDataset or dataset.transform is not None:
         return None
     return dataset, subset
-
-
-def _as_tensor(indices: Any, length: int) -> torch.Tensor | None:
-    """Indices ``0 <= i < length`` as a tensor; ``None`` if they are anything else."""
-    try:
-        tensor = torch.as_tensor(indices, device="cpu")
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    if tensor.dtype != torch.int64 or tensor.ndim != 1 or not len(tensor):
-        return None
-    low, high = torch.aminmax(tensor)
-    return tensor if low >= 0 and high < length else None

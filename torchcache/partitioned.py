@@ -76,8 +76,7 @@ class PartitionedSampler(Sampler[int]):
         """The indices that this node keeps in the current epoch."""
         number = 0 if self.repartition_every is None else self.epoch // self.repartition_every
         if self._part is None or self._part[0] != number:
-            parts = self.topology.parts(len(self.dataset), self.seed + number)
-            self._part = number, parts[self.topology.node].sort().values
+            self._part = number, self.topology.part(len(self.dataset), self.seed + number)
         return self._part[1]
 
     def __iter__(self) -> Iterator[int]:

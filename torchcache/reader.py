@@ -269,16 +269,11 @@ class Reader:
             ``None`` if some are not cached, are of different schemas, or are not indices ``0 <= i < length``.
         """
         places = self._places
-        try:
-            if type(indices[0]) is int and not self.holds(indices[0]):
-                return None  # so it is in the epoch that fills: do not look at all of them
-            array = indices.numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
-        except (IndexError, TypeError, ValueError, OverflowError):
+        if type(indices) is list and indices and type(indices[0]) is int and not self.holds(indices[0]):
+            return None  # so it is in the epoch that fills: do not look at all of them
+        wanted = as_indices(indices, self._length)
+        if wanted is None:
             return None
-        # As unsigned numbers the negative ones are large: one comparison for both ends.
-        if array.dtype != np.int64 or array.ndim != 1 or array.view(np.uint64).max() >= self._length:
-            return None
-        wanted = torch.from_numpy(array)
         if places.only is not None:
             return Rows(places.only, wanted)
         assert places.schema_of is not None and places.row_of is not None
@@ -296,7 +291,11 @@ class Reader:
     def values(self, index: int, copy: bool) -> tuple[Schema, list[Any]]:
         """The schema and the leaves of a cached sample; views of the map if not ``copy``."""
         table, row = self._places.place(index)
-        return table.schema, [self.value(table, c, row, copy) for c in range(len(table.columns))]
+        return table.schema, self.row_values(table, row, copy)
+
+    def row_values(self, table: Table, row: int, copy: bool) -> list[Any]:
+        """The leaves of the sample in a row of a table."""
+        return [self.value(table, c, row, copy) for c in range(len(table.columns))]
 
     def value(self, table: Table, c: int, row: int, copy: bool) -> Any:
         """Makes one leaf of a sample."""
@@ -417,6 +416,18 @@ class Reader:
         except (OSError, ValueError) as error:
             raise StoreUnavailableError(f"{self._path} cannot be mapped: {error}") from error
         self._windows = {}
+
+
+def as_indices(indices: Any, length: int) -> torch.Tensor | None:
+    """Indices ``0 <= i < length``, at least one, as a tensor of int64; ``None`` if they are anything else."""
+    try:
+        array = indices.numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
+        # As unsigned numbers the negative ones are large: one comparison for both ends.
+        if array.dtype != np.int64 or array.ndim != 1 or not len(array) or array.view(np.uint64).max() >= length:
+            return None
+        return torch.from_numpy(array)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def _is_dense(column: Column) -> bool:

@@ -75,6 +75,10 @@ class Topology:
             raise ValueError(f"{length} samples cannot be split over {self.num_nodes} nodes: one would get none")
         return [shuffled[first:last] for first, last in itertools.pairwise(bounds)]
 
+    def part(self, length: int, seed: int) -> torch.Tensor:
+        """Of ``parts`` this node's, in ascending order."""
+        return self.parts(length, seed)[self.node].sort().values
+
 
 def find_topology(
     num_replicas: int | None = None,
