@@ -140,7 +140,7 @@ def gather_loop(ds: CachedDataset, order: torch.Tensor, batch_size: int) -> floa
 
     ``order`` holds every index once, int64. This is the one place that reaches below the public interface.
     """
-    cache = ds._connect()
+    cache = ds._connection.open()
     assert cache is not None  # a store that could not be opened would have ended the program before
     reader = cache.reader
     start = clock()
@@ -154,7 +154,7 @@ def gather_loop(ds: CachedDataset, order: torch.Tensor, batch_size: int) -> floa
 
 def looked_up_loop(ds: CachedDataset, order: torch.Tensor, batch_size: int) -> float:
     """Seconds for the same batches when the places of all samples are looked up at once."""
-    cache = ds._connect()
+    cache = ds._connection.open()
     assert cache is not None
     reader, places = cache.reader, cache.reader.only_table()
     assert places is not None  # the store is complete, and all its samples are alike

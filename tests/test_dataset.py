@@ -234,8 +234,8 @@ def test_single_samples_are_kept_though_the_dataset_is_dropped(cache_dir: Path, 
     first = CachedDataset(source)
     for i in range(10):
         first[i]
-    assert first._cache is not None
-    flusher = first._cache.filler._flusher
+    assert first._connection._cache is not None
+    flusher = first._connection._cache.filler._flusher
     del first
     gc.collect()
     if flusher is not None:

@@ -163,8 +163,8 @@ def test_claims_of_a_dead_owner_are_taken_over(cache_dir: Path, source: Source) 
     cached[0]
     cached.close()
     cached[1]
-    assert cached._cache is not None
-    store = cached._cache.store
+    assert cached._connection._cache is not None
+    store = cached._connection._cache.store
     store.claim(b"d" * owner.ID_BYTES, 0, lambda entries: [5, 6], frozenset())
     assert_same(cached[5], image_and_label(5))
     check_epoch(cached)
@@ -176,9 +176,9 @@ def test_a_stopped_owner_is_overtaken(cache_dir: Path, source: Source, monkeypat
     monkeypatch.setattr(fill, "CLAIM_TIMEOUT_S", 0.2)
     cached = CachedDataset(source)
     cached[0]
-    assert cached._cache is not None
+    assert cached._connection._cache is not None
     stopped = owner.Owner(cached.path / "owners")
-    cached._cache.store.claim(stopped.id, 0, lambda entries: [5, 6], frozenset())
+    cached._connection._cache.store.claim(stopped.id, 0, lambda entries: [5, 6], frozenset())
     started = time.monotonic()
     assert_same(cached[5], image_and_label(5))
     assert time.monotonic() - started >= 0.2
@@ -190,14 +190,14 @@ def test_a_late_owner_publishes_nothing_twice(cache_dir: Path, source: Source) -
     slow, fast = CachedDataset(source), CachedDataset(source)
     for cached in (slow, fast):
         cached[0]
-    assert slow._cache is not None
-    assert fast._cache is not None
-    slow._cache.filler.flush()
+    assert slow._connection._cache is not None
+    assert fast._connection._cache is not None
+    slow._connection._cache.filler.flush()
     late = flatten_many([7, 8], [image_and_label(7), image_and_label(8)])
     assert_same(fast.__getitems__([7]), [image_and_label(7)])
-    fast._cache.filler.flush()
-    with slow._cache.filler._lock:
-        slow._cache.filler._publish(late, fill.Counters(source_reads=2))
+    fast._connection._cache.filler.flush()
+    with slow._connection._cache.filler._lock:
+        slow._connection._cache.filler._publish(late, fill.Counters(source_reads=2))
     assert slow.stats.samples_cached == 3
     assert slow.stats.duplicate_reads == 1
     assert_same([fast[7], fast[8]], [image_and_label(7), image_and_label(8)])
@@ -207,8 +207,8 @@ def test_claims_of_an_interrupted_call_are_forgotten(cache_dir: Path, source: So
     """Interrupted between the claim and the read, a process must not wait for itself."""
     cached = CachedDataset(source)
     cached[0]
-    assert cached._cache is not None
-    cached._cache.filler._claim([5, 6], frozenset())
+    assert cached._connection._cache is not None
+    cached._connection._cache.filler._claim([5, 6], frozenset())
     assert_same([cached[5], cached[6]], [image_and_label(5), image_and_label(6)])
     assert source.reads() == Counter([0, 5, 6])
 

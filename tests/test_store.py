@@ -376,6 +376,6 @@ def test_few_schemas_for_many_shapes(cache_dir: Path, tmp_path: Path, batch_size
     source = Source(100, tmp_path / "reads", lambda i: (torch.zeros(3, 5 + i % 37), torch.zeros(i % 3), "x" * i))
     cached = CachedDataset(source, key="k")
     list(DataLoader(cached, batch_size=batch_size, collate_fn=list))
-    assert cached._cache is not None
-    assert len(cached._cache.store.schemas) <= 4
+    assert cached._connection._cache is not None
+    assert len(cached._connection._cache.store.schemas) <= 4
     assert_same([cached[i] for i in range(100)], [source.make(i) for i in range(100)])

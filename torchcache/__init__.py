@@ -5,6 +5,7 @@ from torchcache.dataset import CachedDataset, Stats
 from torchcache.encode import register
 from torchcache.errors import (
     CacheBypassWarning,
+    CacheFolderWarning,
     CorruptStoreError,
     FingerprintError,
     FormatVersionError,
@@ -27,6 +28,7 @@ from torchcache.loader import DataLoader
 
 __all__ = [
     "CacheBypassWarning",
+    "CacheFolderWarning",
     "CachedDataset",
     "CorruptStoreError",
     "DataLoader",

@@ -1,10 +1,12 @@
 """Cached batches through a stock ``DataLoader``: one gather a column instead of one object a sample.
 
 ``DataLoader`` asks the dataset for a batch by ``__getitems__`` and hands the answer to its ``collate_fn``. Where that
-is ``default_collate``, the answer is a list of one sample whose leaves are columns; ``default_collate`` takes the
-sample apart as it would any other, and finds for each column the function registered here (PyTorch's documented
-extension point), which gathers the whole batch. So containers are handled by PyTorch itself, whatever they are. For
-the most common ones it is asked only once what it makes of them.
+is ``default_collate``, the answer is a list of one sample whose leaves are gathered columns; ``default_collate`` takes
+the sample apart as it would any other, and finds for each column the function registered here (PyTorch's documented
+extension point), which gives it. So containers are handled by PyTorch itself, whatever they are. For the most common
+ones it is asked only once what it makes of them.
+
+The gather is done before, not in that function: where it fails, the batch can still come from the source.
 
 Everybody else, a ``collate_fn`` of the user's in particular, gets a list of ordinary samples. Who asks is told by the
 calling frame: should PyTorch rename what is looked for here, batches become slower and stay right.
@@ -34,64 +36,35 @@ _FETCH_CODE = _MapDatasetFetcher.fetch.__code__
 _SUBSET_CODE = Subset.__getitems__.__code__
 
 
-class BatchColumn:
-    """One column of a batch of cached samples, in the place of a leaf; several, in the place of an object."""
+class Gathered:
+    """What ``default_collate`` makes of a leaf, an object or a whole sample of a batch, in the place of the first."""
 
-    __slots__ = ("_part", "_reader", "_rows")
+    __slots__ = ("result",)
 
-    def __init__(self, reader: Reader, rows: Rows, part: Part) -> None:
-        self._reader = reader
-        self._rows = rows
-        self._part = part
-
-    def collate(self, sequence_type: type, collate_fn_map: Any) -> Any:
-        """What ``default_collate`` makes of a list (or tuple) of this leaf of every sample."""
-        (table, rows), (first, last, schema) = self._rows, self._part
-        if schema is None and _gathers(table.schema.columns[first]):
-            return self._reader.gather(self._rows, first, shared=get_worker_info() is not None)
-        found = []
-        for row in rows.tolist():
-            values = [self._reader.value(table, c, row, True) for c in range(first, last)]
-            found.append(values[0] if schema is None else schema.rebuild(values))
-        return collate(sequence_type(found), collate_fn_map=collate_fn_map)
+    def __init__(self, result: Any) -> None:
+        self.result = result
 
 
-class Batch:
-    """A whole batch of cached samples, in the place of a sample whose columns can all be gathered."""
+class Uncollated:
+    """The leaves of a batch that ``default_collate`` has to collate itself, in the place of the first."""
 
-    __slots__ = ("_make", "_reader", "_rows")
+    __slots__ = ("values",)
 
-    def __init__(self, reader: Reader, rows: Rows, make: Callable[[list[Any]], Any]) -> None:
-        self._reader = reader
-        self._rows = rows
-        self._make = make
-
-    def collate(self, sequence_type: type, collate_fn_map: Any) -> Any:
-        shared = get_worker_info() is not None
-        gather, rows = self._reader.gather, self._rows
-        return self._make([gather(rows, c, shared=shared) for c in range(len(rows.table.columns))])
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
 
 
-class StackedBatch:
-    """A whole batch of samples that the fill has just read, stacked and published, in the place of a sample."""
-
-    __slots__ = ("_columns", "_make")
-
-    def __init__(self, columns: list[torch.Tensor], make: Callable[[list[Any]], Any]) -> None:
-        self._columns = columns
-        self._make = make
-
-    def collate(self, sequence_type: type, collate_fn_map: Any) -> Any:
-        return self._make(self._columns)
+def _result(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    return batch[0].result
 
 
-def _collate_marked(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    return batch[0].collate(type(batch), collate_fn_map)
+def _collate_values(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """As ``default_collate`` would a list (or tuple) of the values."""
+    return collate(type(batch)(batch[0].values), collate_fn_map=collate_fn_map)
 
 
-default_collate_fn_map[Batch] = _collate_marked
-default_collate_fn_map[BatchColumn] = _collate_marked
-default_collate_fn_map[StackedBatch] = _collate_marked
+default_collate_fn_map[Gathered] = _result
+default_collate_fn_map[Uncollated] = _collate_values
 # PyTorch's own functions and ours: what the user registered, before or after, must see the user's samples.
 _known_map = {
     key: function
@@ -122,13 +95,29 @@ def is_default() -> bool:
 
 
 def batch_of(reader: Reader, rows: Rows) -> list[Any]:
-    """A list of one object that ``default_collate`` turns into the batch of all the rows."""
+    """A list of one object that ``default_collate`` turns into the batch of all the rows.
+
+    Raises:
+        StoreError: if they cannot be read.
+    """
     schema = rows.table.schema
+    shared = get_worker_info() is not None
     make = shortcut(schema)
     if make is not None:
-        return [Batch(reader, rows, make)]
+        return [Gathered(make([reader.gather(rows, c, shared=shared) for c in range(len(schema.columns))]))]
     fill, parts = _outline(schema)
-    return [fill([BatchColumn(reader, rows, part) for part in parts])]
+    return [fill([_part(reader, rows, part, shared) for part in parts])]
+
+
+def _part(reader: Reader, rows: Rows, part: Part, shared: bool) -> Gathered | Uncollated:
+    first, last, schema = part
+    if schema is None and _gathers(rows.table.schema.columns[first]):
+        return Gathered(reader.gather(rows, first, shared=shared))
+    found = []
+    for row in rows.rows.tolist():
+        values = [reader.value(rows.table, c, row, True) for c in range(first, last)]
+        found.append(values[0] if schema is None else schema.rebuild(values))
+    return Uncollated(found)
 
 
 def stacked_batch(samples: Flat) -> list[Any] | None:
@@ -144,7 +133,7 @@ def stacked_batch(samples: Flat) -> list[Any] | None:
     for column, kind in zip(columns, schema.columns, strict=True):
         assert kind.torch_dtype is not None  # the shortcut is for such columns alone
         tensors.append(torch.from_numpy(column.data).view(kind.torch_dtype).view(-1, *column.dims))
-    return [StackedBatch(tensors, make)]
+    return [Gathered(make(tensors))]
 
 
 @lru_cache(maxsize=256)
@@ -168,9 +157,9 @@ def shortcut(schema: Schema) -> Callable[[list[Any]], Any] | None:
         return None
     if any(part.schema is not None for part in _outline(schema)[1]):
         return None
-    leaves = [BatchColumn.__new__(BatchColumn) for _ in schema.columns]
+    leaves = [Gathered(None) for _ in schema.columns]
     try:
-        batch = collate([schema.rebuild(leaves)], collate_fn_map={BatchColumn: lambda batch, **_: batch[0]})
+        batch = collate([schema.rebuild(leaves)], collate_fn_map={Gathered: lambda batch, **_: batch[0]})
     except TypeError:
         return None  # what cannot be collated is left to fail as it does without the cache
     if batch is leaves[0]:

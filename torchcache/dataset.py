@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,27 +15,15 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchcache import ahead, collate, environment, folder, location, owner, store
-from torchcache.check import Duty, check_samples, is_first_process
-from torchcache.errors import (
-    CacheBypassWarning,
-    CorruptStoreError,
-    InPlaceWriteError,
-    NotAStoreError,
-    StaleCacheError,
-    StoreError,
-    StoreMismatchError,
-    StoreUnavailableError,
-    UnsupportedSampleError,
-)
-from torchcache.fill import Fetched, Filler
+from torchcache import ahead, collate, folder, location
+from torchcache.connection import Cache, Connection, Settings
+from torchcache.errors import CacheBypassWarning, InPlaceWriteError, StoreError, StoreUnavailableError
+from torchcache.fill import CLAIM_TIMEOUT_S, Fetched
 from torchcache.fingerprint import fingerprint
-from torchcache.guard import RandomnessGuard
 from torchcache.indices import as_position, checked_length, counted_from_start
-from torchcache.reader import Reader
 from torchcache.schema import Schema
 from torchcache.source import CollatingSourceError
-from torchcache.store import Counters, Identity, Store
+from torchcache.store import Counters, Identity
 
 
 @dataclass(frozen=True)
@@ -60,20 +47,6 @@ class Stats:
     source_seconds: float
     samples_cached: int
     bytes_cached: int
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """The open store of a dataset in this process.
-
-    Attributes:
-        known: samples that it held before this job: when it was opened, unless somebody was filling it.
-    """
-
-    store: Store
-    reader: Reader
-    filler: Filler
-    known: int
 
 
 class CachedDataset(Dataset[Any]):
@@ -100,12 +73,16 @@ class CachedDataset(Dataset[Any]):
             ``on_random="allow"`` or ``"warn"``.
         on_unsupported: what to do with a sample that cannot be cached: ``"error"``, or ``"bypass"`` to read it from
             the dataset each time, with one warning.
+        claim_timeout_s: seconds after which another process that is reading a sample, and publishes nothing, is taken
+            to be stopped, and the sample is read here. One that is dead is recognised at once.
+        trust: use a store although it belongs to another user and everybody can write to it.
         allow_pickle: store objects of classes that cannot be stored otherwise by pickling them. Reading such a store
             executes what is in it, so that everybody who can write to its folder can run code in the training
             process. The store remembers it, and is opened with the same value only. ``register`` is the better way.
 
     Raises:
         TypeError: if ``dataset`` is not a map-style dataset.
+        ValueError: if the store would lie in the dataset's own folder, or an argument has no meaning.
         FingerprintError: if the dataset holds something that cannot be identified; give a ``key``.
         NotAStoreError, FormatVersionError, StoreMismatchError: if the folder is in use for something else.
 
@@ -128,32 +105,32 @@ class CachedDataset(Dataset[Any]):
         allow_pickle: bool = False,
         check: int = 1,
         on_unsupported: Literal["error", "bypass"] = "error",
+        claim_timeout_s: float = CLAIM_TIMEOUT_S,
+        trust: bool = False,
     ) -> None:
-        if on_unsupported not in ("error", "bypass"):
-            raise ValueError(f'on_unsupported is "error" or "bypass", not {on_unsupported!r}')
-        if check < 0:
-            raise ValueError(f"check={check}: it is a number of samples, 0 to compare none")
+        settings = Settings(max_bytes, on_random, allow_pickle, check, on_unsupported, claim_timeout_s, trust)
         length = checked_length(dataset)
         source = type(dataset)
-        self.dataset = dataset
-        self.transform = transform
-        self._copy = copy
-        self._max_bytes = max_bytes
-        self._allow_pickle = allow_pickle
-        self._guard = RandomnessGuard(on_random)
-        self._duty = Duty(check if on_random == "error" else 0)  # else samples may differ
-        self._on_unsupported = on_unsupported
-        self._identity: Identity | None = Identity(
+        identity = Identity(
             key=fingerprint(dataset) if key is None else str(key),
             source=f"{source.__module__}.{source.__qualname__}",
             length=length,
             allow_pickle=allow_pickle,
         )
-        self._path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, self._identity.key)
-        self._reset()
-        folder.refuse_foreign(self._path)  # a folder that is something else is refused now, not in mid-epoch
-        if (self._path / environment.DATA_FILE).exists():
-            self._connect()
+        path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, identity.key)
+        location.refuse_nesting(path, dataset)
+        folder.refuse_foreign(path)  # a folder that is something else is refused now, not in mid-epoch
+        self._set_up(dataset, transform, copy, Connection(path, identity, dataset, settings))
+        if self._connection.exists:
+            self._connection.open()
+
+    def _set_up(self, dataset: Any, transform: Callable[[Any], Any] | None, copy: bool, connection: Connection) -> None:
+        self.dataset = dataset
+        self.transform = transform
+        self._copy = copy
+        self._connection = connection
+        self._collates = False  # the dataset's ``__getitems__`` gives batches that are collated already
+        self._hits = self._misses = 0
 
     @classmethod
     def open(
@@ -163,6 +140,7 @@ class CachedDataset(Dataset[Any]):
         *,
         copy: bool = True,
         allow_pickle: bool = False,
+        trust: bool = False,
     ) -> CachedDataset:
         """Serves a complete store without its source dataset.
 
@@ -171,145 +149,34 @@ class CachedDataset(Dataset[Any]):
             transform: as for ``CachedDataset``.
             copy: as for ``CachedDataset``.
             allow_pickle: as for ``CachedDataset``.
+            trust: as for ``CachedDataset``.
 
         Raises:
             StoreError: if there is no store, or an incomplete one.
         """
         self = cls.__new__(cls)
-        self.dataset, self.transform = None, transform
-        self._copy, self._max_bytes, self._identity, self._allow_pickle = copy, None, None, allow_pickle
-        self._guard = RandomnessGuard("allow")
-        self._duty, self._on_unsupported = Duty(0), "error"
-        self._path = Path(os.fsdecode(path)).absolute()
-        self._reset()
-        cache = self._connect()
+        settings = Settings(on_random="allow", allow_pickle=allow_pickle, trust=trust)
+        self._set_up(None, transform, copy, Connection(Path(os.fsdecode(path)).absolute(), None, None, settings))
+        cache = self._connection.open()
         assert cache is not None
         if not cache.reader.complete:
             raise StoreUnavailableError(
-                f"{self._path} holds {cache.reader.count} of {cache.store.identity.length} samples, and without "
+                f"{self.path} holds {cache.reader.count} of {cache.store.identity.length} samples, and without "
                 f"the source dataset the others cannot be had; fill it with CachedDataset(dataset).fill()"
             )
         return self
 
     # -- the store ---------------------------------------------------------------------------------------
 
-    def _reset(self) -> None:
-        self._cache: _Cache | None = None
-        self._ready: _Cache | None = None  # the same, once samples may be read: what had to be compared has been
-        self._collates = False  # the dataset's ``__getitems__`` gives batches that are collated already
-        self._bypassed = False  # the store cannot be used: every sample comes from the source
-        self._hits = self._misses = 0
-
-    def _connect(self) -> _Cache | None:
-        """Opens the store, or makes it; ``None`` if that cannot be, which has been said then."""
-        with store.registry_lock:
-            if self._cache is None and not self._bypassed:
-                inode, was_ours = folder.inode(self._path), (self._path / folder.GUARD_FILE).exists()
-                try:
-                    self._cache = self._open_cache()
-                except (CorruptStoreError, NotAStoreError) as error:
-                    # With store.lock beside it, a file that is no store was one: its beginning is overwritten.
-                    if self._identity is None or not (was_ours or isinstance(error, CorruptStoreError)):
-                        raise
-                    self._set_aside(inode, error)
-                except (StoreUnavailableError, UnsupportedSampleError) as error:  # a class is not imported yet
-                    self._bypass(error)
-            return self._cache
-
-    def _open_store(self) -> Store:
-        """Opens the store, or makes it: one beside it if that is the dataset's from when it had another length."""
-        if self._identity is None:
-            opened = Store.open(self._path)
-            opened.permit(self._allow_pickle)
-            return opened
-        try:
-            return Store.create(self._path, self._identity)
-        except StoreMismatchError:
-            if replace(Store.open(self._path).identity, length=self._identity.length) != self._identity:
-                raise
-        # Not the same store, grown: the samples may have moved to other indices.
-        self._path = self._path.with_name(f"{self._path.name}-{self._identity.length}")
-        return Store.create(self._path, self._identity)
-
-    def _open_cache(self) -> _Cache:
-        opened = self._open_store()
-        reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
-        filler = Filler(
-            opened,
-            reader,
-            self.dataset,
-            guard=self._guard,
-            max_bytes=self._max_bytes,
-            on_unsupported=self._on_unsupported,
-        )
-        if opened.seal is not None:
-            reader.load_index(opened.seal)
-        else:
-            filler.refresh()
-            filler.seal()
-        known = reader.count
-        if known and opened.writable and owner.any_alive(opened.path / folder.OWNERS):
-            known = 0
-        return _Cache(opened, reader, filler, known)
-
-    def _begin(self) -> _Cache | None:
-        """Opens the store to read samples. The first process of a job to do so compares some with the dataset.
-
-        Raises:
-            StaleCacheError: if one differs.
-        """
-        cache = self._connect()
-        if cache is not None and is_first_process():
-            count = self._duty.take()
-            if count and cache.known:
-                self._compare(count, cache)
-        self._ready = self._cache
-        return self._ready
-
-    def _compare(self, count: int, cache: _Cache) -> None:
-        length = min(len(self), cache.store.identity.length)
-        try:
-            checked = check_samples(count, cache.reader, cache.filler.source, length=length, path=self._path)
-            cache.filler.note(Counters(source_reads=checked))
-        except StaleCacheError:
-            self._duty.give_back()
-            raise
-        except CorruptStoreError as error:
-            self._bypass(error)
-
-    def _set_aside(self, inode: int, error: StoreError) -> None:
-        """Renames a damaged store and begins a new one."""
-        try:
-            aside = store.set_aside(self._path, inode)
-            warnings.warn(
-                f"{error}. The damaged store is kept as {aside} and can be deleted; the samples are cached anew",
-                CacheBypassWarning,
-                stacklevel=4,
-            )
-            self._cache = self._open_cache()
-        except (OSError, StoreError) as second:
-            self._bypass(second)
-
-    def _bypass(self, error: BaseException) -> None:
-        if self.dataset is None:
-            raise error
-        self._bypassed, self._cache, self._ready = True, None, None
-        warnings.warn(
-            f"{self._path} cannot be used: {error}. Samples are read from the source; choose another folder with "
-            f"CACHE_DIR or cache_dir=",
-            CacheBypassWarning,
-            stacklevel=4,
-        )
-
     @property
     def path(self) -> Path:
         """The store's folder."""
-        return self._path
+        return self._connection.path
 
     @property
     def complete(self) -> bool:
         """Whether every sample is cached."""
-        cache = self._connect()
+        cache = self._connection.open()
         if cache is None:
             return False
         if not cache.reader.complete:
@@ -320,7 +187,7 @@ class CachedDataset(Dataset[Any]):
     @property
     def stats(self) -> Stats:
         """What the cache has done so far."""
-        cache = self._connect()
+        cache = self._connection.open()
         if cache is not None:
             cache.filler.flush()
         totals = Counters() if cache is None else cache.store.counters() + cache.filler.uncounted
@@ -344,7 +211,7 @@ class CachedDataset(Dataset[Any]):
             progress: show a progress bar, where there is a terminal.
             indices: read only these.
         """
-        cache = self._ready or self._begin()
+        cache = self._connection.ready or self._connection.begin()
         # First what nobody else is reading, then what others have not finished.
         for wait in (False, True):
             if cache is None or self.complete or not cache.filler.admitting:
@@ -353,22 +220,20 @@ class CachedDataset(Dataset[Any]):
             missing, total = cache.reader.all_missing(), len(self)
             if indices is not None:
                 missing, total = np.intersect1d(missing, indices), len(indices)
-            with self._discarded_if_empty():
+            with self._connection.discarded_if_empty():
                 ahead.fill_ahead(read, missing, num_workers=num_workers, progress=progress, total=total)
         if self.complete and cache is not None:
             cache.filler.seal()
 
     def _fill_batch(self, wait: bool, indices: list[int]) -> int:
-        cache = self._ready or self._begin()
+        cache = self._connection.ready or self._connection.begin()
         if cache is not None and cache.filler.admitting:
             cache.filler.fetch(indices, wait=wait)
         return len(indices)
 
     def close(self) -> None:
         """Publishes what is not published yet and lets go of the store; the next read opens it again."""
-        cache, self._cache, self._ready = self._cache, None, None
-        if cache is not None:
-            cache.filler.close()
+        self._connection.close()
 
     def __enter__(self) -> CachedDataset:
         return self
@@ -381,12 +246,12 @@ class CachedDataset(Dataset[Any]):
     def __len__(self) -> int:
         if self.dataset is not None:
             return len(self.dataset)
-        cache = self._connect()
+        cache = self._connection.open()
         assert cache is not None
         return cache.store.identity.length
 
     def __getitem__(self, index: Any) -> Any:
-        cache = self._ready
+        cache = self._connection.ready
         if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
             values = None if self._has_shrunk(cache) else self._values(index, cache)
             if values is not None:
@@ -401,13 +266,12 @@ class CachedDataset(Dataset[Any]):
         """The samples of a batch; what a ``DataLoader`` calls."""
         if self._collates:
             return self._collated(indices)
-        cache = self._ready or self._begin()
+        cache = self._connection.ready or self._connection.begin()
         to_collate = self.transform is None and collate.feeds_default_collate(sys._getframe(1))
         if cache is not None and to_collate and not self._has_shrunk(cache):
-            rows = cache.reader.find(indices)
-            if rows is not None:
-                self._hits += len(indices)
-                return collate.batch_of(cache.reader, rows)
+            batch = self._gathered(indices, cache)
+            if batch is not None:
+                return batch
         positions = indices if set(map(type, indices)) == {int} else [as_position(index) for index in indices]
         if None in positions:
             return [self[index] for index in indices]
@@ -424,7 +288,19 @@ class CachedDataset(Dataset[Any]):
             )
             return self._collated(indices)
 
-    def _has_shrunk(self, cache: _Cache) -> bool:
+    def _gathered(self, indices: Sequence[Any], cache: Cache) -> list[Any] | None:
+        """A batch of cached samples for ``default_collate``; ``None`` if they must be had one by one."""
+        try:
+            rows = cache.reader.find(indices)
+            batch = None if rows is None else collate.batch_of(cache.reader, rows)
+        except StoreError as error:
+            self._connection.bypass(error)
+            return None
+        if batch is not None:
+            self._hits += len(indices)
+        return batch
+
+    def _has_shrunk(self, cache: Cache) -> bool:
         """Whether samples are cached that the dataset no longer has."""
         return self.dataset is not None and len(self.dataset) < cache.store.identity.length
 
@@ -435,9 +311,7 @@ class CachedDataset(Dataset[Any]):
     def _foreign(self, index: Any) -> Any:
         """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
         if self.dataset is None:
-            raise TypeError(
-                f"{self._path} was opened without its dataset: it takes indices, not {type(index).__name__}"
-            )
+            raise TypeError(f"{self.path} was opened without its dataset: it takes indices, not {type(index).__name__}")
         if self.transform is not None:
             raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
         return self.dataset[index]
@@ -463,34 +337,20 @@ class CachedDataset(Dataset[Any]):
             return [samples[index] for index in order]
         return [self._finished(index, samples, cache) for index in order]
 
-    def _fetch(self, wanted: list[int]) -> tuple[Fetched, _Cache | None]:
+    def _fetch(self, wanted: list[int]) -> tuple[Fetched, Cache | None]:
         """Gets what is not cached: from the source, or by waiting until somebody else has."""
-        cache = self._ready or self._begin()
+        cache = self._connection.ready or self._connection.begin()
         if cache is None:
             return Fetched({}), None
         known, length = wanted, cache.store.identity.length
         if len(self) > length:  # samples that the dataset has got since are not cached
             known = [i for i in wanted if i < length]
-        with self._discarded_if_empty():
+        with self._connection.discarded_if_empty():
             fetched = cache.filler.fetch(known)
         self._misses += len(fetched.samples)
         return fetched, cache
 
-    @contextlib.contextmanager
-    def _discarded_if_empty(self) -> Iterator[None]:
-        """What can never be cached leaves no empty store behind."""
-        try:
-            yield
-        except UnsupportedSampleError:
-            cache = self._cache
-            self.close()
-            if cache is not None:
-                # Best effort: others may be using it, or doing the same. The error is what the caller must see.
-                with contextlib.suppress(StoreError, OSError):
-                    store.destroy_if_empty(cache.store)
-            raise
-
-    def _finished(self, index: int, samples: dict[int, Any], cache: _Cache | None) -> Any:
+    def _finished(self, index: int, samples: dict[int, Any], cache: Cache | None) -> Any:
         """One sample: what the source has just given, else from the store, else from the source; transformed."""
         if index in samples:
             # Given away once: a second occurrence in the batch must be an object of its own.
@@ -504,18 +364,18 @@ class CachedDataset(Dataset[Any]):
             sample = self.dataset[index]
         return sample if self.transform is None else self.transform(sample)
 
-    def _values(self, index: int, cache: _Cache | None) -> tuple[Schema, list[Any]] | None:
+    def _values(self, index: int, cache: Cache | None) -> tuple[Schema, list[Any]] | None:
         """The leaves of a sample from the store; ``None`` if they cannot be had, and the source must be asked."""
-        if cache is None or self._bypassed:
+        if cache is None or self._connection.bypassed:
             return None
         try:
             if self._is_cached(index, cache):
                 return cache.reader.values(index, self._copy)
         except StoreError as error:
-            self._bypass(error)
+            self._connection.bypass(error)
         return None
 
-    def _is_cached(self, index: int, cache: _Cache) -> bool:
+    def _is_cached(self, index: int, cache: Cache) -> bool:
         if cache.reader.holds(index):
             return True
         if index >= cache.store.identity.length:
@@ -546,16 +406,14 @@ class CachedDataset(Dataset[Any]):
         return getattr(dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state.update(_cache=None, _ready=None, _hits=0, _misses=0)
-        return state
+        return {**self.__dict__, "_connection": self._connection.copy(), "_hits": 0, "_misses": 0}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.dataset!r}, path={str(self._path)!r})"
+        return f"{type(self).__name__}({self.dataset!r}, path={str(self.path)!r})"
 
     def __fingerprint__(self) -> Any:
         """What identifies this dataset inside another: not where it is cached."""
-        return (self._path.name if self.dataset is None else self.dataset, self.transform)
+        return (self.path.name if self.dataset is None else self.dataset, self.transform)
 
 
 def _describe(transform: Any) -> str:

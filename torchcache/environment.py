@@ -40,7 +40,7 @@ def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
                 metasync=False,
                 readahead=False,
                 create=False,
-                mode=0o600,
+                mode=0o666,  # less the umask: a folder may be a group's
             )
         except lmdb.MemoryError as error:
             last_error = error

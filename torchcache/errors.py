@@ -18,6 +18,7 @@
 
     TorchcacheWarning (UserWarning)
      ├─ CacheBypassWarning                     some samples come from the source each epoch; says why
+     ├─ CacheFolderWarning                     the cache lies on a file system where it may be lost; says how
      └─ RandomSampleWarning                    as RandomSampleError, with ``on_random="warn"``
 
 Every class can be built from one string, because that is how a DataLoader worker raises an error again in the
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 __all__ = [
     "CacheBypassWarning",
+    "CacheFolderWarning",
     "CorruptStoreError",
     "FingerprintError",
     "FormatVersionError",
@@ -104,6 +106,10 @@ class TorchcacheWarning(UserWarning):
 
 class CacheBypassWarning(TorchcacheWarning):
     """Some samples are read from the source each epoch; the message says which, why, and what to do."""
+
+
+class CacheFolderWarning(TorchcacheWarning):
+    """The cache lies on a file system on which it works, and may be lost or slow; the message says which, and why."""
 
 
 class RandomSampleWarning(TorchcacheWarning):

@@ -173,7 +173,7 @@ class ExchangeLoader:
         if not len(indices):
             return []
         numbers = torch.arange(len(indices))
-        cache = self._source._begin()
+        cache = self._source._connection.begin()
         rows = None if cache is None else cache.reader.find(indices)
         if cache is not None and rows is not None:
             columns = rows.table.schema.columns

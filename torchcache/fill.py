@@ -3,7 +3,7 @@
 docs/fill.md is the specification. In short: a sample that is not cached is claimed in LMDB, read from the source and
 published soon after in a block with others; what somebody else has claimed is waited for. Everything of ours is
 published before we wait, so that two processes cannot wait for each other. A dead owner's claims are taken over at
-once, a stopped one's after ``CLAIM_TIMEOUT_S``. When the store cannot take more, the fill stops admitting and samples
+once, a stopped one's after ``claim_timeout_s``. When the store cannot take more, the fill stops admitting and samples
 come from the source.
 """
 
@@ -34,7 +34,7 @@ from torchcache.reader import Reader
 from torchcache.source import Source
 from torchcache.store import Claim, Counters, LogEntry, Store
 
-CLAIM_TIMEOUT_S = 60.0  # a live owner that publishes nothing for so long is taken to be stopped
+CLAIM_TIMEOUT_S = 60.0  # by default; reading and publishing a batch takes less
 DISK_RESERVE = 0.05  # share of the disk that is left free
 LOOK_EVERY_BYTES = 1 << 20  # of growth of the store: how often to look at the disk
 POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
@@ -67,6 +67,7 @@ class Filler:
         guard: watches the source for random draws.
         max_bytes: stop admitting when the store is this large; ``None``: no limit but the disk's reserve.
         on_unsupported: what becomes of a sample that cannot be stored: ``"error"``, or ``"bypass"`` to serve it.
+        claim_timeout_s: a live owner that publishes nothing for so long is taken to be stopped.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class Filler:
         guard: RandomnessGuard,
         max_bytes: int | None = None,
         on_unsupported: Literal["error", "bypass"] = "error",
+        claim_timeout_s: float = CLAIM_TIMEOUT_S,
     ) -> None:
         self.source = Source(dataset, guard)
         self._store = store
         self._reader = reader
         self._max_bytes = max_bytes
         self._on_unsupported = on_unsupported
+        self.claim_timeout_s = claim_timeout_s
         self._warned_unsupported = False
         self._owners = store.path / OWNERS
         self._lock = threading.RLock()
@@ -100,7 +103,7 @@ class Filler:
 
     @property
     def admitting(self) -> bool:
-        return not self._refused and self._store.writable
+        return not self._refused and not self._store.read_only
 
     # -- reading through the source ----------------------------------------------------------------------
 
@@ -126,8 +129,8 @@ class Filler:
             remaining = wanted if fresh else self._reader.missing([i for i in wanted if i not in samples])
             if not remaining:
                 return Fetched(samples)
-            if not self._store.writable and not self._refused:
-                self._refuse(StoreUnavailableError("it may only be read"))
+            if self._store.read_only and not self._refused:
+                self._refuse(StoreUnavailableError(self._store.read_only))
                 continue
             if not self.admitting:
                 samples.update(self._bypass(self._reader.missing(remaining)))
@@ -294,7 +297,7 @@ class Filler:
 
     def seal(self) -> None:
         """Seals the store if it is complete. A store that cannot be sealed serves all the same."""
-        if not (self._reader.complete and self._reader.count and self._store.seal is None and self._store.writable):
+        if self._store.read_only or self._store.seal is not None or not (self._reader.complete and self._reader.count):
             return
         try:
             seal = self._store.write_seal(self._reader.pack_index())
@@ -392,7 +395,7 @@ class Filler:
         with self._lock:
             self.flush()
             self._stop_flusher()
-            if self._uncounted.source_reads and self._store.writable and self._store.seal is None:
+            if self._uncounted.source_reads and not self._store.read_only and self._store.seal is None:
                 self._count()
             self._disown()
             if self._reader.complete and get_worker_info() is None:  # a worker's end is waited for
@@ -455,7 +458,7 @@ class _Waiting:
 
     def _is_gone(self, owner: bytes) -> bool:
         seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
-        return time.monotonic() - seen > CLAIM_TIMEOUT_S or not self._filler.is_alive(owner)
+        return time.monotonic() - seen > self._filler.claim_timeout_s or not self._filler.is_alive(owner)
 
 
 def _take_apart(samples: dict[int, Any], allow_pickle: bool) -> tuple[list[Flat], UnsupportedSampleError | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from torchcache.errors import NotAStoreError, StoreUnavailableError
 
 GUARD_FILE, OWNERS = "store.lock", "owners"
 GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
-DIRECTORY_MODE = 0o700
 
 
 def make(path: Path) -> None:
@@ -25,7 +26,7 @@ def make(path: Path) -> None:
     """
     refuse_foreign(path)
     try:
-        path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreUnavailableError(f"the folder {path} cannot be made: {error}") from error
 
@@ -40,6 +41,24 @@ def refuse_foreign(path: Path) -> None:
         raise NotAStoreError(f"{path} is not a store: it holds {foreign[0]!r}; choose another cache_dir= or name=")
 
 
+def refuse_strangers(path: Path) -> None:
+    """Refuses a store that belongs to another user and to which everybody can write.
+
+    Raises:
+        StoreUnavailableError: saying whose it is, and what to do.
+    """
+    for place in (path, path / DATA_FILE):
+        try:
+            status = place.stat()
+        except OSError:
+            continue
+        if status.st_uid != os.geteuid() and status.st_mode & stat.S_IWOTH:
+            raise StoreUnavailableError(
+                f"{place} belongs to another user (uid {status.st_uid}) and everybody can write to it, so that "
+                f"anybody may have put any samples there; pass trust=True if you trust them all"
+            )
+
+
 @contextlib.contextmanager
 def guard(path: Path) -> Iterator[None]:
     """Excludes other processes while a store is created, sealed or destroyed.
@@ -47,12 +66,17 @@ def guard(path: Path) -> Iterator[None]:
     Raises:
         StoreUnavailableError: if the lock cannot be had.
     """
-    lock = filelock.FileLock(path / GUARD_FILE, timeout=GUARD_TIMEOUT_S, fallback_to_soft=False, mode=0o600)
+    lock = filelock.FileLock(path / GUARD_FILE, timeout=GUARD_TIMEOUT_S, fallback_to_soft=False)
     try:
-        with lock:
-            yield
+        lock.acquire()
     except filelock.Timeout as error:
         raise StoreUnavailableError(f"{path / GUARD_FILE} was not to be had for {GUARD_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise StoreUnavailableError(f"{path / GUARD_FILE} cannot be locked: {error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def inode(path: Path) -> int:

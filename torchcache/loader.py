@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
@@ -22,6 +22,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchcache import collate
 from torchcache.dataset import CachedDataset
+from torchcache.errors import StoreError
 from torchcache.reader import Reader, Table, as_indices
 
 LOOK_UP_SAMPLES = 1 << 16  # places looked up at once; 8 bytes a sample and column
@@ -53,7 +54,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if not collate.is_default() or (self.pin_memory and not torch.cuda.is_available()):
             return None  # the parent knows what to say of it
         dataset, subset = found
-        cache = dataset._begin()
+        cache = dataset._connection.begin()
         if cache is None or not dataset.complete:
             return None
         reader = cache.reader
@@ -65,13 +66,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             # Drawn by the parent's iterator, for workers that there are none of here.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             self._torchcache_seeded = True
-        return _batches(self, dataset, _Gather(reader, table, make, subset))
+        return _batches(self, dataset, _Gather(dataset, reader, table, make, subset))
 
 
 class _Gather:
     """Makes batches of a complete store.
 
     Args:
+        dataset: the dataset.
         reader: its reader.
         table: where its samples lie.
         make: makes a batch of its columns.
@@ -79,8 +81,14 @@ class _Gather:
     """
 
     def __init__(
-        self, reader: Reader, table: Table, make: Callable[[list[Any]], Any], subset: torch.Tensor | None
+        self,
+        dataset: CachedDataset,
+        reader: Reader,
+        table: Table,
+        make: Callable[[list[Any]], Any],
+        subset: torch.Tensor | None,
     ) -> None:
+        self._dataset = dataset
         self._reader = reader
         self._table = table
         self._make = make
@@ -88,14 +96,26 @@ class _Gather:
         self.length = table.count if subset is None else len(subset)
         self.sample_bytes = sum(column.stride for column in table.schema.columns)
 
-    def look_up(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """For each column the places of samples, or their values themselves where these are small."""
+    def look_up(self, indices: torch.Tensor) -> _Found:
+        """Looks up where samples lie, given their indices in the loader's dataset."""
         rows = indices if self._subset is None else self._subset[indices]
-        return [self._table.look_up(c, rows) for c in range(len(self._table.schema.columns))]
+        return _Found(rows, [self._table.look_up(c, rows) for c in range(len(self._table.schema.columns))])
 
-    def batch(self, found: list[torch.Tensor], first: int, last: int) -> Any:
+    def batch(self, found: _Found, first: int, last: int) -> Any:
         """The batch of some of the samples that were looked up."""
-        return self._make([self._reader.take(self._table, c, part[first:last]) for c, part in enumerate(found)])
+        try:
+            columns = [self._reader.take(self._table, c, part[first:last]) for c, part in enumerate(found.places)]
+        except StoreError as error:
+            self._dataset._connection.bypass(error)
+            return default_collate([self._dataset[index] for index in found.rows[first:last].tolist()])
+        return self._make(columns)
+
+
+class _Found(NamedTuple):
+    """Samples of a store, and for each column where they lie in it, or their values where these are small."""
+
+    rows: torch.Tensor
+    places: list[torch.Tensor]
 
 
 def _batches(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Iterator[Any]:

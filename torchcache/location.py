@@ -1,15 +1,18 @@
-"""Where the store of a dataset lies."""
+"""Where the store of a dataset lies, and where it may not."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
 CACHE_DIR_VARIABLE = "CACHE_DIR"
+_ROOTS = ("root", "root_dir", "data_root", "data_dir")  # what datasets call their folder
 NAME_CHARACTERS = 64  # of a folder's name; file systems allow 255 bytes, encrypted ones 143
 
 
@@ -27,3 +30,31 @@ def store_name(name: str, key: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", key):
         key = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     return f"{plain}-{key}"
+
+
+def dataset_folders(dataset: Any) -> Iterator[Path]:
+    """The folders from which a dataset, and those that it wraps, say that they read."""
+    attributes = getattr(dataset, "__dict__", {})
+    for name in _ROOTS:
+        value = attributes.get(name)
+        if isinstance(value, (str, os.PathLike)) and value and os.path.isdir(value):
+            yield Path(os.fsdecode(value)).resolve()
+    several = attributes.get("datasets")
+    for inner in (attributes.get("dataset"), *(several if isinstance(several, (list, tuple)) else ())):
+        if inner is not None:
+            yield from dataset_folders(inner)
+
+
+def refuse_nesting(path: Path, dataset: Any) -> None:
+    """Refuses a store inside the folder of its dataset, which might take it for data, and the reverse.
+
+    Raises:
+        ValueError: naming both.
+    """
+    place = path.resolve()
+    for root in dataset_folders(dataset):
+        if place.is_relative_to(root) or root.is_relative_to(place):
+            raise ValueError(
+                f"the store {path} and the dataset's own folder {root} lie one inside the other: files of one would "
+                f"be taken for the other's; choose another folder with CACHE_DIR or cache_dir="
+            )

@@ -22,7 +22,7 @@ class Owner:
 
     def __init__(self, folder: Path) -> None:
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             while not self._is_locked(folder):
                 pass
         except (OSError, NotImplementedError) as error:
@@ -55,7 +55,7 @@ def is_alive(folder: Path, owner: bytes) -> bool:
         return False
     try:
         lock.acquire(blocking=False)
-    except filelock.Timeout:
+    except (filelock.Timeout, PermissionError):  # of another user, who keeps it to himself: time will tell
         return True
     Path(lock.lock_file).unlink(missing_ok=True)
     lock.release()
@@ -78,4 +78,4 @@ def _ids(folder: Path) -> list[bytes]:
 
 def _file_lock(folder: Path, owner: bytes) -> filelock.FileLock:
     # A soft lock would outlive its process, and a lock per thread is not what a process's life is.
-    return filelock.FileLock(folder / f"{owner.hex()}.lock", fallback_to_soft=False, thread_local=False, mode=0o600)
+    return filelock.FileLock(folder / f"{owner.hex()}.lock", fallback_to_soft=False, thread_local=False)

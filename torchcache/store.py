@@ -27,10 +27,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchcache import block as blocks
-from torchcache import environment, folder
+from torchcache import environment, filesystem, folder
 from torchcache.block import HEAD_BYTES, ID_BYTES, BlockHead
 from torchcache.environment import LOCK_FILE, Environment, foreign, translated
-from torchcache.errors import CorruptStoreError, FormatVersionError, NotAStoreError, StoreMismatchError
+from torchcache.errors import (
+    CorruptStoreError,
+    FormatVersionError,
+    NotAStoreError,
+    StoreMismatchError,
+    StoreUnavailableError,
+)
 from torchcache.schema import Schema
 
 FORMAT_VERSION = 1
@@ -139,7 +145,7 @@ class Store:
         self._schema_ids: dict[bytes, int] = {}
         self._own: dict[int, _Own] = {}  # blocks that we have appended and not read in the log yet
         self.identity: Identity
-        self.writable = False
+        self.read_only = ""  # why nothing may be written to it
 
     # -- opening -----------------------------------------------------------------------------------------
 
@@ -167,6 +173,9 @@ class Store:
         Any number of processes may do so at once. An interrupted creation is completed by the next one.
         """
         if not (path / environment.DATA_FILE).exists():
+            risk = filesystem.risk(path)
+            if risk is not None and not risk.fills:
+                raise StoreUnavailableError(f"{path} would lie on {risk.kind}: {risk.text}")
             folder.make(path)
         if not environment.is_created(path, on_doubt=False):
             with folder.guard(path):
@@ -206,9 +215,11 @@ class Store:
     def _load(self) -> None:
         if not self.data_path.exists():
             raise NotAStoreError(f"{self.path} holds no store: there is no {environment.DATA_FILE}")
-        self.writable = all(
-            os.access(p, os.W_OK) for p in (self.path, self.data_path, self.path / LOCK_FILE) if p.exists()
-        )
+        risk = filesystem.risk(self.path)
+        if risk is not None and not risk.fills:
+            self.read_only = f"it lies on {risk.kind}: {risk.text}"
+        elif not all(os.access(p, os.W_OK) for p in (self.path, self.data_path, self.path / LOCK_FILE) if p.exists()):
+            self.read_only = "it may only be read"
         with self._look() as txn:
             self._read_meta(txn)
             self._trust_after_restart(txn)
@@ -252,7 +263,7 @@ class Store:
         written_in = bytes(txn.get(b"boot", db=self._dbs[b"meta"], default=b""))
         if written_in and written_in != _boot_id():
             self._check_blocks(txn)
-            if self.writable:
+            if not self.read_only:
                 txn.put(b"boot", _boot_id(), db=self._dbs[b"meta"])
 
     # -- the LMDB handle ---------------------------------------------------------------------------------
@@ -304,7 +315,7 @@ class Store:
     @contextlib.contextmanager
     def _look(self) -> Iterator[Any]:
         """A transaction to read in: exact while the store can still change, without locks when it cannot."""
-        with self._write() if self.writable and self.seal is None else self._read_only() as txn:
+        with self._read_only() if self.read_only or self.seal is not None else self._write() as txn:
             yield txn
 
     def last_transaction(self) -> int:
@@ -527,7 +538,7 @@ class Store:
 
     def sync(self) -> None:
         """Brings a sealed store to the disk, after which it is trusted whatever becomes of the machine."""
-        if not self.writable:
+        if self.read_only:
             return
         with self._write() as txn:
             self._read_meta(txn)
@@ -583,19 +594,20 @@ def destroy_if_empty(store: Store) -> bool:
         return True
 
 
-def set_aside(path: Path, damaged: int) -> Path:
+def set_aside(path: Path, damaged: int) -> Path | None:
     """Renames the folder of a damaged store, and returns its new name.
 
     Args:
         path: the store's folder.
-        damaged: ``inode`` of the store that was found damaged; if another is there now, it is left alone.
+        damaged: ``inode`` of the store that was found damaged; if another is there now, it is left alone (``None``).
     """
     aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
     with folder.guard(path), registry_lock:
-        if folder.inode(path) == damaged:
-            _open_stores.pop(os.path.realpath(path), None)
-            path.rename(aside)
-    return aside
+        if folder.inode(path) != damaged:
+            return None
+        _open_stores.pop(os.path.realpath(path), None)
+        path.rename(aside)
+        return aside
 
 
 def _holders(wanted: Sequence[int], claims: Mapping[bytes, np.ndarray[Any, Any]]) -> dict[int, bytes]:
