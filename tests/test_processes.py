@@ -171,10 +171,9 @@ def test_claims_of_a_dead_owner_are_taken_over(cache_dir: Path, source: Source) 
     assert source.reads() == Counter(range(LENGTH))
 
 
-def test_a_stopped_owner_is_overtaken(cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_owner_is_overtaken(cache_dir: Path, source: Source) -> None:
     """As if it were stopped by SIGSTOP: its lock is held, and it publishes nothing."""
-    monkeypatch.setattr(fill, "CLAIM_TIMEOUT_S", 0.2)
-    cached = CachedDataset(source)
+    cached = CachedDataset(source, claim_timeout_s=0.2)
     cached[0]
     assert cached._connection._cache is not None
     stopped = owner.Owner(cached.path / "owners")

@@ -159,60 +159,6 @@ def test_flipped_bits_are_found(cache_dir: Path, tmp_path: Path, source: Source)
             store.check_blocks()
 
 
-DAMAGE = """
-import random, sys, warnings
-from pathlib import Path
-import torch
-from torchcache import CachedDataset, errors
-warnings.simplefilter("ignore")
-path, seeds = Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3]))
-original = (path / "data.mdb").read_bytes()
-outcomes = {}
-for seed in seeds:
-    rng, damaged = random.Random(seed), bytearray(original)
-    for _ in range(rng.choice([1, 1, 4, 40])):
-        kind, position = rng.randrange(4), rng.randrange(len(damaged))
-        page = position // 4096 * 4096
-        if kind == 0:
-            damaged[position] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            damaged[page : page + 4096] = bytes(4096)
-        elif kind == 2:
-            damaged[page : page + 4096] = rng.randbytes(4096)
-        else:
-            damaged[position : position + 8] = rng.choice([b"\\xff" * 8, bytes(8), rng.randbytes(8)])
-    folder = path.with_name(f"{path.name}-{seed}")
-    folder.mkdir()
-    (folder / "data.mdb").write_bytes(damaged[: len(original)])
-    try:
-        cached = CachedDataset.open(folder)
-        for i in range(len(cached)):
-            cached[i]
-        cached.__getitems__(list(range(len(cached))))
-        next(iter(torch.utils.data.DataLoader(cached, batch_size=50)))
-        outcome = "read"
-    except (errors.StoreError, errors.UnsupportedSampleError) as error:
-        outcome = type(error).__name__
-    outcomes[outcome] = outcomes.get(outcome, 0) + 1
-print(outcomes)
-"""
-
-
-def test_damaged_files_never_kill_the_process(cache_dir: Path, tmp_path: Path) -> None:
-    """Random pages, bits and words anywhere in a sealed store: an error of ours, or a sample, but never a signal."""
-    source = Source(60, tmp_path / "reads", lambda i: (image_and_label(i), "x" * i))
-    cached = filled(source, key="k")
-    done = subprocess.run(
-        [sys.executable, "-c", DAMAGE, str(cached.path), "0", "300"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "CorruptStoreError" in done.stdout
-
-
 def test_blocks_are_checked_after_a_restart_of_the_machine(
     cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,8 @@ class Connection:
         """
         if self._dataset is None:
             raise error
+        if self.bypassed:
+            return
         self.bypassed, self._cache, self.ready = True, None, None
         warnings.warn(
             f"{self.path} cannot be used: {error}. Samples are read from the source; choose another folder with "

@@ -29,7 +29,7 @@ from torchcache.flatten import Flat, flatten_many
 from torchcache.folder import OWNERS
 from torchcache.guard import RandomnessGuard
 from torchcache.owner import Owner
-from torchcache.packing import pack
+from torchcache.packing import LARGEST_SAMPLE_BYTES, pack, without_oversized
 from torchcache.reader import Reader
 from torchcache.source import Source
 from torchcache.store import Claim, Counters, LogEntry, Store
@@ -87,7 +87,7 @@ class Filler:
         self._max_bytes = max_bytes
         self._on_unsupported = on_unsupported
         self.claim_timeout_s = claim_timeout_s
-        self._warned_unsupported = False
+        self._warned_uncached = False
         self._owners = store.path / OWNERS
         self._lock = threading.RLock()
         self._buffer = Buffer()
@@ -208,6 +208,8 @@ class Filler:
             read = self.source.read(indices)
             flats, unsupported = _take_apart(read.samples, self._store.identity.allow_pickle)
             reads = Counters(source_reads=read.reads, source_seconds=read.seconds)
+            count = sum(len(flat.indices) for flat in flats)
+            flats = [left for flat in flats if (left := without_oversized(flat)).indices]
             published = self._keep(flats, reads)
             kept = [index for flat in flats for index in flat.indices]
         finally:
@@ -216,20 +218,19 @@ class Filler:
         if read.error is not None:
             raise read.error
         if unsupported is not None:
-            self._serve_uncached(unsupported)
-        whole = published and len(flats) == 1 and unsupported is None
+            if self._on_unsupported == "error":
+                raise unsupported
+            self._serve_uncached(f"{unsupported} (on_unsupported='bypass')")
+        if len(kept) < count:
+            self._serve_uncached(f"{self._store.path} takes no sample of more than {LARGEST_SAMPLE_BYTES:,} bytes")
+        whole = published and len(flats) == 1 and len(kept) == len(indices)
         return Fetched(read.samples, flats[0] if whole else None)
 
-    def _serve_uncached(self, error: UnsupportedSampleError) -> None:
-        if self._on_unsupported == "error":
-            raise error
-        if not self._warned_unsupported:
-            self._warned_unsupported = True
-            warnings.warn(
-                f"{error} Such samples are read from the source each epoch (on_unsupported='bypass')",
-                CacheBypassWarning,
-                stacklevel=2,
-            )
+    def _serve_uncached(self, reason: str) -> None:
+        if not self._warned_uncached:
+            self._warned_uncached = True
+            message = f"{reason}: such samples are read from the source each epoch"
+            warnings.warn(message, CacheBypassWarning, stacklevel=2)
 
     # -- publishing --------------------------------------------------------------------------------------
 
@@ -305,8 +306,10 @@ class Filler:
             logger.info("%s is complete and stays unsealed: %s", self._store.path, error)
             return
         self._reader.load_index(seal)
+        self._disown()
         owners.sweep(self._owners)
         totals = self._store.counters()
+        self._store.close()  # a sealed store needs no handle
         logger.info(
             "%s is complete: %d samples, %d bytes, %d source reads, %.1f s in the source",
             self._store.path, totals.samples, totals.nbytes, totals.source_reads, totals.source_seconds,

@@ -11,6 +11,7 @@ from torchcache.schema import Schema
 from torchcache.store import Store
 
 BLOCK_BYTES = 64 << 20  # a batch larger than this becomes several blocks
+LARGEST_SAMPLE_BYTES = (1 << 32) - (1 << 20)  # LMDB counts a value's bytes with 32 bits; the rest is head and padding
 MAX_SCHEMAS_PER_SPEC = 8  # then one in which every shape may differ
 
 
@@ -36,6 +37,13 @@ def pack(samples: Sequence[Flat], store: Store) -> list[tuple[bytearray, list[in
             block = blocks.encode(schema, schema_id, parts, blocks.PAGE_BYTES)
             packed.append((block, [index for part in parts for index in part.indices]))
     return packed
+
+
+def without_oversized(samples: Flat) -> Flat:
+    """Those of the samples that are small enough to be stored."""
+    if samples.nbytes <= LARGEST_SAMPLE_BYTES:
+        return samples
+    return samples.rows([row for row, nbytes in enumerate(samples.sizes()) if nbytes <= LARGEST_SAMPLE_BYTES])
 
 
 def _blocks(samples: Sequence[Flat]) -> list[list[Flat]]:

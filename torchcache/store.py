@@ -48,6 +48,8 @@ _SEAL = struct.Struct("<QQ16s")  # offset in the file, nbytes, block id of the i
 # One store object per folder and process: py-lmdb refuses to open a file twice.
 _open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 registry_lock = threading.RLock()  # held while stores are opened; taken before a fork, so that none is half open
+# LMDB's handles that a process keeps at a time, three descriptors each: some have many datasets, and 1,024 descriptors.
+MOST_HANDLES = 16
 _forking: list[Store] = []  # locked between the two fork hooks
 
 
@@ -278,6 +280,7 @@ class Store:
 
     def _environment(self, create: bool = False) -> Environment:
         if self._env is None:
+            _close_handles(MOST_HANDLES - 1)
             env = environment.open_environment(self.path)
             try:
                 with env.begin(write=True) as txn:
@@ -639,6 +642,14 @@ def _boot_id() -> bytes:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
         return b""
+
+
+def _close_handles(most: int) -> None:
+    """Closes handles until there are no more than so many. Those in use just now are left: nobody waits for them."""
+    for store in [store for store in list(_open_stores.values()) if store._env is not None][most:]:
+        if store.lock.acquire(blocking=False):
+            store.close()
+            store.lock.release()
 
 
 def _before_fork() -> None:
