@@ -16,7 +16,7 @@ stress: $(INSTALLED)  ## the long tests, some minutes
 	$(BIN)/python -m pytest tests/stress -o python_files='stress_*.py'
 
 # The variable silences a notice that the theme prints at each start (docs/contributing.md has what it says).
-docs: $(VENV)/docs  ## the documentation, into site/
+docs: $(INSTALLED)  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(INSTALLED)
@@ -27,10 +27,6 @@ lint: $(INSTALLED)
 $(INSTALLED): setup.cfg setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
-	touch $@
-
-$(VENV)/docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	touch $@
 
 clean:
