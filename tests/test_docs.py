@@ -331,7 +331,18 @@ def test_every_error_is_explained() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     api = (ROOT / "docs" / "api.md").read_text()
-    shown = set(re.findall(r"^::: torchcache\.(?:distributed\.)?(\w+)$", api, re.M))
-    assert "errors" in shown and "`torchcache.__version__`" in api
-    expected = set(torchcache.__all__) - set(torchcache.errors.__all__) - {"__version__"}
-    assert expected | set(torchcache.distributed.__all__) == shown - {"errors"}
+    shown = set(re.findall(r"^::: torchcache\.(?:distributed\.|fingerprint\.)?(\w+)$", api, re.M))
+    assert shown == (set(torchcache.__all__) - {"__version__"}) | set(torchcache.distributed.__all__)
+    assert "`torchcache.__version__`" in api
+
+
+def test_every_example_is_listed() -> None:
+    listed = set(re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "docs" / "examples.md").read_text(), re.M))
+    assert listed == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md", "docs/from-mindspore.md"])
+def test_ratios_were_measured(page: str) -> None:
+    measured = (ROOT / "docs" / "benchmarks.md").read_text()
+    ratios = re.findall(r"\b1/\d{2,}\b|\b0\.\d\d\b", (ROOT / page).read_text())
+    assert [ratio for ratio in ratios if ratio not in measured] == []
