@@ -44,17 +44,17 @@ def job(lr: float) -> float:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Linear(32, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     # check=0: a job that starts late need not compare a sample of what its sisters have just cached with the source.
     with CachedDataset(Blobs(arguments.samples), check=0) as train:
         loader = DataLoader(train, batch_size=32, shuffle=True)
         for _ in range(arguments.epochs):
             losses = []
             for points, labels in loader:
-                optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(points), labels)
-                loss.backward()
-                optimizer.step()
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                with torch.no_grad():
+                    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                        parameter -= lr * gradient
                 losses.append(loss.item())
     return sum(losses) / len(losses)
 
