@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test stress lint clean
+.PHONY: demo test stress docs lint clean
 
 demo: $(INSTALLED)  ## LeNet on MNIST with and without the cache, in a few minutes
 	$(BIN)/python benchmarks/lenet_mnist.py --compare --epochs 3 --limit 20000 --data-dir .bench/data --cache-dir .bench/cache --plot .bench/lenet_mnist.png
@@ -14,6 +14,10 @@ test: lint  ## lint, type check, tests
 
 stress: $(INSTALLED)  ## the long tests, some minutes
 	$(BIN)/python -m pytest tests/stress -o python_files='stress_*.py'
+
+# The variable silences a notice that the theme prints at each start (docs/contributing.md has what it says).
+docs: $(INSTALLED)  ## the documentation, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -26,4 +30,4 @@ $(INSTALLED): setup.cfg setup.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) .bench build dist *.egg-info
+	rm -rf $(VENV) .bench site build dist *.egg-info

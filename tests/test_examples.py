@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, check=False
+        [sys.executable, *launcher, str(EXAMPLES / name), *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -29,6 +31,45 @@ def test_torchvision_in_five_lines(cache_dir: Path) -> None:
 def test_augmentation_after_the_cache(cache_dir: Path) -> None:
     output = run("augmentation_after_the_cache.py", "--samples", "64")
     assert "the epochs differ: True; the source was read 64 times" in output
+
+
+def test_ddp_one_node(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = run("ddp_one_node.py", "--samples", "200", launcher=launcher)
+    assert "2 ranks, 3 epochs, 200 samples" in output
+    assert "source reads: 200, samples cached: 200" in output
+
+
+def test_hyperparameter_search(cache_dir: Path) -> None:
+    output = run("hyperparameter_search.py", "--samples", "256")
+    assert output.count("loss") == 4
+    assert "4 jobs; source reads: 256, of 256 samples" in output
+
+
+def test_detection_ragged_targets(cache_dir: Path) -> None:
+    output = run("detection_ragged_targets.py", "--samples", "50")
+    assert output.count("images by number of boxes {0: 10, 1: 10, 2: 10, 3: 10, 4: 10}") == 3
+    assert "50 source reads; the boxes are BoundingBoxes" in output
+
+
+def test_volumes_random_patches(cache_dir: Path) -> None:
+    output = run("volumes_random_patches.py", "--samples", "6", "--side", "32")
+    assert "epoch 2: 6 patches, 6 volumes read in all" in output
+    assert "12.5% of each volume is copied a read; the patches differ: True" in output
+
+
+def test_hugging_face_datasets(cache_dir: Path) -> None:
+    pytest.importorskip("datasets")
+    output = run("hugging_face_datasets.py", "--samples", "64")
+    assert "epoch 2: 64 rows, 64 read from the source in all" in output
+    assert "its columns, through the cache: ['image', 'label']" in output
+
+
+def test_lightning_module(cache_dir: Path) -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    output = run("lightning_module.py", "--samples", "96")
+    assert "9 steps; 96 source reads, 192 hits" in output
 
 
 def test_ddp_two_nodes(tmp_path: Path) -> None:
