@@ -324,3 +324,17 @@ def test_a_batch_that_cannot_be_gathered_comes_from_the_source(cache_dir: Path, 
         )
         again.close()
     assert cached.path.exists()
+
+
+def test_a_process_that_was_stopped_while_it_wrote(cache_dir: Path, source: Source) -> None:
+    """It has the lock for writing and keeps it: others go on without the store, after ``claim_timeout_s``."""
+    cached = CachedDataset(source, claim_timeout_s=0.2)
+    cached.__getitems__(list(range(100)))
+    assert not cached.complete  # which learns of what has been published
+    with open(cached.path / "writer.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.warns(CacheBypassWarning, match=r"for 0.2 s; it may be stopped.*100 of 200") as caught:
+            check(cached)
+        assert len(caught) == 1
+        with pytest.warns(CacheBypassWarning, match=r"cannot be used.* for 0.2 s; it may be stopped"):
+            assert cached.stats.hits == 100

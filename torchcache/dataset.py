@@ -180,17 +180,23 @@ class CachedDataset(Dataset[Any]):
         if cache is None:
             return False
         if not cache.reader.complete:
-            cache.filler.flush()
-            cache.filler.refresh()
+            try:
+                cache.filler.flush()
+                cache.filler.refresh()
+            except StoreError as error:
+                self._connection.bypass(error)
         return cache.reader.complete
 
     @property
     def stats(self) -> Stats:
         """What the cache has done so far."""
-        cache = self._connection.open()
+        cache, totals = self._connection.open(), Counters()
         if cache is not None:
-            cache.filler.flush()
-        totals = Counters() if cache is None else cache.store.counters() + cache.filler.uncounted
+            try:
+                cache.filler.flush()
+                totals = cache.store.counters() + cache.filler.uncounted
+            except StoreError as error:
+                self._connection.bypass(error)
         return Stats(
             hits=self._hits,
             misses=self._misses,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,10 @@ from torchcache.errors import CorruptStoreError, NotAStoreError, StoreError, Sto
 
 Environment = lmdb.Environment
 
-DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+DATA_FILE, WRITER_FILE = "data.mdb", "writer.lock"
+LMDB_LOCK_FILE = "lock.mdb"  # other tools make one
+LOCK_TIMEOUT_S = 60.0  # a transaction takes less than a millisecond; who has it so long is stopped
+_PAUSE_FIRST_S, _PAUSE_LAST_S = 0.000_02, 0.001
 DATABASES = (b"meta", b"schemas", b"blocks", b"ids", b"claims", b"index")
 
 # Address space to reserve, not memory or disk: the file grows as it is written. Smaller ones are tried in turn where
@@ -23,7 +30,49 @@ MAP_SIZES = tuple(1 << bits for bits in (40, 38, 36, 34, 32, 30, 28))
 _CORRUPT = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadValsizeError, lmdb.BadDbiError, lmdb.IncompatibleError)
 
 
+class WriterLock:
+    """Excludes other processes while one writes.
+
+    LMDB's own lock is a mutex in shared memory of the kind that inherits priorities, for which the kernel looks up the
+    holder's thread by its number: across PID namespaces, those of two containers, it fails or waits for ever. A
+    ``flock`` knows no numbers, and is released when its holder dies, however it dies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = path / WRITER_FILE
+        try:
+            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:
+            self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)  # another user's: it can be locked all the same
+        self._path = path
+        self.close = weakref.finalize(self, os.close, self._fd)
+
+    def acquire(self, timeout_s: float) -> None:
+        """Waits for the lock.
+
+        Raises:
+            StoreUnavailableError: if it cannot be had in time, or here at all.
+        """
+        pause, until = _PAUSE_FIRST_S, time.monotonic() + timeout_s
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise StoreUnavailableError(
+                        f"another process has been writing to {self._path} for {timeout_s:g} s; it may be stopped"
+                    ) from None
+            except OSError as error:
+                raise StoreUnavailableError(f"{self._path / WRITER_FILE} cannot be locked: {error}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_LAST_S)
+
+    def release(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
 def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
+    """Opens LMDB's file. Who writes holds the ``WriterLock``, for opening too."""
     data = path / DATA_FILE
     last_error: Exception | None = None
     for map_size in MAP_SIZES:
@@ -35,7 +84,7 @@ def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
                 map_size=map_size,
                 max_dbs=len(DATABASES),
                 readonly=readonly,
-                lock=not readonly,
+                lock=False,
                 sync=False,
                 metasync=False,
                 readahead=False,

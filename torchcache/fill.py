@@ -87,6 +87,7 @@ class Filler:
         self._max_bytes = max_bytes
         self._on_unsupported = on_unsupported
         self.claim_timeout_s = claim_timeout_s
+        store.lock_timeout_s = min(store.lock_timeout_s, claim_timeout_s)
         self._warned_uncached = False
         self._owners = store.path / OWNERS
         self._lock = threading.RLock()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import filelock
 
-from torchcache.environment import DATA_FILE, LOCK_FILE
+from torchcache.environment import DATA_FILE, LMDB_LOCK_FILE, WRITER_FILE
 from torchcache.errors import NotAStoreError, StoreUnavailableError
 
 GUARD_FILE, OWNERS = "store.lock", "owners"
+FILES = (DATA_FILE, WRITER_FILE, LMDB_LOCK_FILE, GUARD_FILE)
 GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
 
 
@@ -36,7 +37,7 @@ def refuse_foreign(path: Path) -> None:
         return
     if not path.is_dir():
         raise NotAStoreError(f"{path} is a file where a store's folder should be; choose another cache_dir= or name=")
-    foreign = sorted({entry.name for entry in path.iterdir()} - {DATA_FILE, LOCK_FILE, GUARD_FILE, OWNERS})
+    foreign = sorted({entry.name for entry in path.iterdir()} - {*FILES, OWNERS})
     if foreign:
         raise NotAStoreError(f"{path} is not a store: it holds {foreign[0]!r}; choose another cache_dir= or name=")
 

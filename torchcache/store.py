@@ -1,6 +1,6 @@
 """One store: the log of blocks, the claims, the schemas, the totals, the seal.
 
-A store is a folder with ``data.mdb`` and ``lock.mdb`` (LMDB 0.9), ``owners/`` (liveness locks, see ``owner``) and
+A store is a folder with ``data.mdb`` (LMDB's), ``owners/`` (liveness locks, see ``owner``), ``writer.lock`` and
 ``store.lock``. Blocks are appended and never overwritten or deleted, so that a byte once published never moves.
 docs/format.md is the specification.
 
@@ -29,7 +29,7 @@ import numpy as np
 from torchcache import block as blocks
 from torchcache import environment, filesystem, folder
 from torchcache.block import HEAD_BYTES, ID_BYTES, BlockHead
-from torchcache.environment import LOCK_FILE, Environment, foreign, translated
+from torchcache.environment import LOCK_TIMEOUT_S, Environment, WriterLock, foreign, translated
 from torchcache.errors import (
     CorruptStoreError,
     FormatVersionError,
@@ -141,7 +141,9 @@ class Store:
         self.lock = threading.RLock()
         self.schemas: list[Schema] = []
         self.seal: Seal | None = None
+        self.lock_timeout_s = LOCK_TIMEOUT_S
         self._env: Environment | None = None
+        self._writer: WriterLock
         self._dbs: dict[bytes, Any] = {}
         self._base = 0  # address of the file's first byte in LMDB's map
         self._schema_ids: dict[bytes, int] = {}
@@ -220,7 +222,7 @@ class Store:
         risk = filesystem.risk(self.path)
         if risk is not None and not risk.fills:
             self.read_only = f"it lies on {risk.kind}: {risk.text}"
-        elif not all(os.access(p, os.W_OK) for p in (self.path, self.data_path, self.path / LOCK_FILE) if p.exists()):
+        elif not (os.access(self.path, os.W_OK) and os.access(self.data_path, os.W_OK)):
             self.read_only = "it may only be read"
         with self._look() as txn:
             self._read_meta(txn)
@@ -275,27 +277,37 @@ class Store:
         with self.lock:
             if self._env is not None:
                 self._env.close()
+                self._writer.close()
                 self._env = None
                 self._dbs = {}
 
     def _environment(self, create: bool = False) -> Environment:
         if self._env is None:
             _close_handles(MOST_HANDLES - 1)
-            env = environment.open_environment(self.path)
-            try:
+            with contextlib.ExitStack() as undo:
+                writer = WriterLock(self.path)
+                undo.callback(writer.close)
+                writer.acquire(self.lock_timeout_s)
+                env = environment.open_environment(self.path)
+                undo.callback(env.close)
                 with env.begin(write=True) as txn:
                     self._dbs = environment.open_databases(env, txn, create=create)
-            except BaseException:
-                env.close()
-                raise
-            self._env, self._base = env, 0
+                writer.release()
+                undo.pop_all()
+            self._env, self._writer, self._base = env, writer, 0
         return self._env
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[Any]:
         """A write transaction: committed at the end, aborted by an exception."""
-        with self.lock, translated(self.path), self._environment().begin(write=True, buffers=True) as txn:
-            yield txn
+        with self.lock, translated(self.path):
+            env = self._environment()
+            self._writer.acquire(self.lock_timeout_s)
+            try:
+                with env.begin(write=True, buffers=True) as txn:
+                    yield txn
+            finally:
+                self._writer.release()
 
     @contextlib.contextmanager
     def _read_only(self) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -153,7 +154,7 @@ def fill(source: Source, cache_dir: Path, seed: int, started: Any) -> None:
 
 @pytest.mark.timeout(1800)
 def test_200_kills(tmp_path: Path, record: list[str]) -> None:
-    """At random moments of fills with workers: claim, read, publish, seal. When a store is complete, the next begins."""
+    """At random moments of fills with workers: claim, read, publish, seal. After a complete store, the next one."""
     rng = random.Random(7)
     kills, stores, again, slowest, files = 0, 0, 0, 0.0, 0
     started = FORK.Value("d", 0.0)
@@ -208,21 +209,23 @@ def test_ctrl_c(tmp_path: Path, record: list[str]) -> None:
         return {f"{f}/{n}" for f in ("/dev/shm", "/tmp") for n in os.listdir(f) if n.startswith(ours)}
 
     reads, cache_dir = tmp_path / "reads", tmp_path / "cache"
+
+    def start(group: int) -> subprocess.Popen[bytes]:
+        join = functools.partial(os.setpgid, 0, group)
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=quiet, preexec_fn=join)
+
     before = listing()
     command = [sys.executable, "-c", INTERRUPTED, str(reads), str(cache_dir)]
     for _ in range(5):
-        group = subprocess.Popen(
-            command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        second = subprocess.Popen(
-            command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=group.pid
-        )
-        for process in (group, second):
+        first = start(0)
+        second = start(first.pid)
+        for process in (first, second):
             assert process.stdout is not None
             for _ in range(5):
                 assert process.stdout.readline() == b"batch\n"
-        os.killpg(group.pid, signal.SIGINT)
-        for process in (group, second):
+        os.killpg(first.pid, signal.SIGINT)
+        for process in (first, second):
             process.communicate()
             assert process.returncode != 0
     source = SlowSource(3000, reads)
@@ -235,30 +238,34 @@ def test_ctrl_c(tmp_path: Path, record: list[str]) -> None:
 # ---------------------------------------------------------------------------------------------- stopped, and apart
 
 
+class Stopping(Source):
+    """Stops its process in the middle of a read, once it has said so, if it was given a pipe to say it."""
+
+    def __init__(self, length: int, log: Path, pipe: int | None) -> None:
+        super().__init__(length, log)
+        self.pipe = pipe
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 5 and self.pipe is not None:
+            os.write(self.pipe, b"x")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
 @pytest.mark.timeout(120)
 def test_a_process_is_stopped(tmp_path: Path, record: list[str]) -> None:
     """SIGSTOP in the middle of a read: others wait ``claim_timeout_s`` for its samples, and no longer."""
-    source = SlowSource(400, tmp_path / "reads")
     reader, writer = os.pipe()
-
-    class Stopping(SlowSource):
-        def __getitem__(self, index: Any) -> Any:
-            if index == 5:
-                os.write(writer, b"x")
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return super().__getitem__(index)
+    reads = tmp_path / "reads"
 
     def read() -> None:
-        cached = CachedDataset(Stopping(400, tmp_path / "reads"), cache_dir=tmp_path, key="k", name="s", check=0)
-        cached.__getitems__(list(range(8)))
-        cached.close()
+        with CachedDataset(Stopping(400, reads, writer), cache_dir=tmp_path, key="k", check=0) as cached:
+            cached.__getitems__(list(range(8)))
 
     process = in_group(read)
     assert os.read(reader, 1) == b"x"
-    Stopping.__qualname__ = SlowSource.__qualname__ = "Same"
-    cached = CachedDataset(
-        SlowSource(400, tmp_path / "reads"), cache_dir=tmp_path, key="k", name="s", check=0, claim_timeout_s=1.0
-    )
+    source = Stopping(400, reads, None)
+    cached = CachedDataset(source, cache_dir=tmp_path, key="k", check=0, claim_timeout_s=1.0)
     begun = time.monotonic()
     assert_same(cached.__getitems__(list(range(400))), [image_and_label(i) for i in range(400)])
     waited = time.monotonic() - begun
