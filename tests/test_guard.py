@@ -24,7 +24,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from torchcache.errors import RandomSampleError, RandomSampleWarning
-from torchcache.guard import EVERY_SAMPLES, FIRST_SAMPLES, RandomnessGuard, split_transform
+from torchcache.guard import EVERY_SAMPLES, FIRST_SAMPLES, RandomnessGuard
+from torchcache.split import split_transform
 
 GLOBAL_GENERATOR = np.random.default_rng(0)
 CLIENT = {"delay": random.random}

@@ -23,8 +23,8 @@ from torchcache.errors import (
     UnsupportedSampleError,
 )
 from torchcache.fingerprint import Fingerprint, fingerprint
-from torchcache.guard import split_transform
 from torchcache.loader import DataLoader
+from torchcache.split import split_transform
 
 __all__ = [
     "CacheBypassWarning",

@@ -23,6 +23,7 @@ from torchcache.fingerprint import fingerprint
 from torchcache.indices import as_position, checked_length, counted_from_start
 from torchcache.schema import Schema
 from torchcache.source import CollatingSourceError
+from torchcache.split import split_dataset
 from torchcache.store import Counters, Identity
 
 
@@ -165,6 +166,35 @@ class CachedDataset(Dataset[Any]):
                 f"the source dataset the others cannot be had; fill it with CachedDataset(dataset).fill()"
             )
         return self
+
+    @classmethod
+    def split(cls, dataset: Any, **kwargs: Any) -> CachedDataset:
+        """Caches a dataset up to the first random step of its transforms, and applies the rest on each read.
+
+        Samples are those of the dataset itself, also in what they draw from the generators. The dataset needs
+        ``transform``, ``target_transform`` or ``transforms`` in the way of torchvision's, and to hand out what these
+        give as it is. Each is cut as by ``split_transform``.
+
+        Args:
+            dataset: it is not changed; a shallow copy is cached.
+            **kwargs: as for ``CachedDataset``, without ``transform``.
+
+        Raises:
+            TypeError: if the dataset has no such attribute.
+            UnsupportedSampleError: when a sample is read, if the dataset works on what its transform gives, or its
+                samples do not hold it.
+
+        Example:
+            >>> pipeline = Compose([Resize(256), RandomCrop(224), ToTensor()])
+            >>> train = CachedDataset.split(ImageFolder(root, transform=pipeline))
+        """
+        if "transform" in kwargs:
+            raise TypeError("split() applies the random part of the dataset's own transform; put yours at its end")
+        found = split_dataset(dataset)
+        if found is None:
+            return cls(dataset, **kwargs)
+        first, rest = found
+        return cls(first, rest, **{"name": type(dataset).__name__, **kwargs})
 
     # -- the store ---------------------------------------------------------------------------------------
 
