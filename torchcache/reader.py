@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchcache import folder
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead, column_starts
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
@@ -120,7 +121,7 @@ class Reader:
     """What one process knows of one store: the map, and the place of every sample.
 
     Args:
-        path: the data file.
+        path: the data file. It is opened at once, and marked as used (``folder.mark_used``).
         length: number of samples of the dataset.
         schemas: the store's schemas; a list that grows.
     """
@@ -132,7 +133,8 @@ class Reader:
         self.sequence = 0  # the log is known up to this number
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
-        self._fd: int | None = None
+        self._fd = self._opened()
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._windows: dict[Column, torch.Tensor] = {}
         self._places = _Places(
             [],
@@ -206,6 +208,7 @@ class Reader:
         Raises:
             CorruptStoreError: if it is not what the seal says.
         """
+        self._map_whole()
         data = self._mapped(seal.offset + seal.nbytes)
         value = memoryview(data)[seal.offset : seal.offset + seal.nbytes]
         head = BlockHead.read(value)
@@ -400,15 +403,28 @@ class Reader:
         assert self.map is not None
         return self.map
 
+    def _opened(self) -> int:
+        try:
+            # Kept open: the folder may be renamed or removed, and another take its place.
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except OSError as error:
+            raise StoreUnavailableError(f"{self._path} cannot be opened: {error}") from error
+        folder.mark_used(self._path.parent, descriptor)
+        return descriptor
+
+    def _map_whole(self) -> None:
+        """Maps all of a file that grows no more. The map keeps it open, and marked as used."""
+        if self._close.alive:
+            self._map_to(0)
+            self._close()
+
     def _map_to(self, end: int) -> None:
         try:
-            if self._fd is None:
-                # Kept open: the folder may be renamed or removed, and another take its place.
-                self._fd = os.open(self._path, os.O_RDONLY)
-                weakref.finalize(self, os.close, self._fd)
-            size = os.fstat(self._fd).st_size
+            size = os.fstat(self._fd).st_size if self._close.alive else len(self._mapped(0))
             if not 0 <= end <= size:
                 raise CorruptStoreError(f"{self._path}: a value ends at byte {end} of a file of {size} bytes")
+            if self.map is not None and len(self.map) == size:
+                return
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
             self.map = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except StoreError:
