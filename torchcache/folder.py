@@ -95,8 +95,8 @@ def inode(path: Path) -> int:
 def mark_used(path: Path, descriptor: int) -> None:
     """Says that this process uses a store, for as long as it lives or has the file open, and that it did so now.
 
-    The lock is on the open file, which a memory map and a forked child keep too; the kernel releases it with the last of
-    them, however they end. It is for ``in_use`` alone: a store serves as well without it.
+    The lock is on the open file, which a memory map and a forked child keep too; the kernel releases it with the last
+    of them, however they end. It is for ``in_use`` alone: a store serves as well without it.
 
     Args:
         path: the store's folder.

@@ -121,19 +121,20 @@ class Reader:
     """What one process knows of one store: the map, and the place of every sample.
 
     Args:
-        path: the data file. It is opened at once, and marked as used (``folder.mark_used``).
+        path: the data file. It is opened at once.
         length: number of samples of the dataset.
         schemas: the store's schemas; a list that grows.
+        marks: whether this is a use of the store (``folder.mark_used``), or only a look at it.
     """
 
-    def __init__(self, path: Path, length: int, schemas: list[Schema]) -> None:
+    def __init__(self, path: Path, length: int, schemas: list[Schema], *, marks: bool = True) -> None:
         self._path = path
         self._length = length
         self._schemas = schemas
         self.sequence = 0  # the log is known up to this number
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
-        self._fd = self._opened()
+        self._fd = self._opened(marks)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._windows: dict[Column, torch.Tensor] = {}
         self._places = _Places(
@@ -209,15 +210,14 @@ class Reader:
             CorruptStoreError: if it is not what the seal says.
         """
         self._map_whole()
-        data = self._mapped(seal.offset + seal.nbytes)
-        value = memoryview(data)[seal.offset : seal.offset + seal.nbytes]
+        value = self.bytes_at(seal.offset, seal.nbytes)
         head = BlockHead.read(value)
         if (head.block_id, head.nbytes) != (seal.block_id, seal.nbytes) or head.checksum_of(
             value[HEAD_BYTES:]
         ) != head.checksum:
             raise CorruptStoreError(f"{self._path}: the index is damaged")
         try:
-            self._unpack_index(data, seal)
+            self._unpack_index(self._mapped(0), seal)
         except (ValueError, TypeError, IndexError, struct.error) as error:
             raise CorruptStoreError(f"{self._path}: the index cannot be read ({error})") from error
 
@@ -396,6 +396,16 @@ class Reader:
 
     # -- the map -----------------------------------------------------------------------------------------
 
+    def bytes_at(self, offset: int, nbytes: int) -> memoryview:
+        """A view of a part of the file.
+
+        Raises:
+            CorruptStoreError: if the file does not have it.
+        """
+        if offset < 0 or nbytes < 0:
+            raise CorruptStoreError(f"{self._path}: {nbytes} bytes at byte {offset} cannot be")
+        return memoryview(self._mapped(offset + nbytes))[offset : offset + nbytes]
+
     def _mapped(self, end: int) -> mmap.mmap:
         """The map, long enough to hold byte ``end - 1`` of the file."""
         if self.map is None or len(self.map) < end:
@@ -403,13 +413,14 @@ class Reader:
         assert self.map is not None
         return self.map
 
-    def _opened(self) -> int:
+    def _opened(self, marks: bool) -> int:
         try:
             # Kept open: the folder may be renamed or removed, and another take its place.
             descriptor = os.open(self._path, os.O_RDONLY)
         except OSError as error:
             raise StoreUnavailableError(f"{self._path} cannot be opened: {error}") from error
-        folder.mark_used(self._path.parent, descriptor)
+        if marks:
+            folder.mark_used(self._path.parent, descriptor)
         return descriptor
 
     def _map_whole(self) -> None:

@@ -142,6 +142,28 @@ def _layout(spec: Spec) -> Spec:
     return ("tuple", tuple(map(_layout, spec[-1]))) if spec[0] in _CONTAINER_KINDS else spec
 
 
+def leaf_names(text: bytes) -> list[str]:
+    """Where each leaf of a schema, as JSON, is in a sample, in the order of the columns: ``['label']``, ``[0].x``."""
+    return list(_leaf_names(_as_tuples(json.loads(text)["spec"], 0), ""))
+
+
+def _leaf_names(spec: Spec, place: str) -> Iterator[str]:
+    if spec[0] in _EMPTY:
+        return
+    if spec[0] not in _CONTAINER_KINDS:
+        yield place or "sample"
+        return
+    children = spec[-1]
+    parts = [f"[{i}]" for i in range(len(children))]
+    if spec[0] in _MAPPINGS:
+        parts = [f"[{_decode_key(key)!r}]" for key in spec[1]]
+    elif spec[0] in ("namedtuple", "dataclass"):
+        fields = spec[3] if spec[0] == "namedtuple" else spec[1][2]
+        parts = [f".{field}" for field in fields]
+    for part, child in zip(parts, children, strict=True):
+        yield from _leaf_names(child, place + part)
+
+
 def _checked_shape(shape: Any) -> Dims:
     if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
         raise CorruptStoreError(f"a schema holds the shape {str(shape)[:80]}")
