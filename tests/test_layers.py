@@ -33,6 +33,10 @@ LAYERS = [
     {"exchange", "loader"},
     {"distributed"},
     {"__init__"},
+    {"doctor", "factory"},
+    {"tables"},
+    {"cli"},
+    {"__main__"},
 ]
 # Within a layer, in this direction only.
 WITHIN = {("folder", "environment")}

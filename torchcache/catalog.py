@@ -41,6 +41,7 @@ __all__ = [
     "StoreInfo",
     "VerifyReport",
     "compare",
+    "data_bytes",
     "describe",
     "destroy",
     "inspect",
@@ -266,14 +267,12 @@ def prune(
     """
     found = sorted(stores(cache_dir), key=lambda info: info.last_used)
     left = sum(info.nbytes for info in found)
-    removed: list[tuple[StoreInfo, str]] = []
     reasons = [(info, _reason(info, time.time() - info.last_used, older_than_s)) for info in found]
-    for info, reason in [r for r in reasons if r[1]] + [
-        (i, "least recently used") for i, reason in reasons if not reason
-    ]:
-        if reason == "least recently used" and (max_bytes is None or left <= max_bytes):
-            break
-        if not info.in_use and not info.filling and (dry_run or _destroyed(info.path)):
+    by_size = [(info, "least recently used") for info, reason in reasons if not reason and info.state != "empty"]
+    removed: list[tuple[StoreInfo, str]] = []
+    for info, reason in [pair for pair in reasons if pair[1]] + by_size:
+        needed = (info, reason) not in by_size or (max_bytes is not None and left > max_bytes)
+        if needed and not info.in_use and not info.filling and (dry_run or _destroyed(info.path)):
             removed.append((info, reason))
             left -= info.nbytes
     return Pruned(removed, sum(info.nbytes for info, _ in removed), left)
@@ -298,6 +297,17 @@ def _destroyed(path: Path) -> bool:
 # ---------------------------------------------------------------------------------------------- warming
 
 
+def data_bytes(path: Path) -> int:
+    """The size of a store's data file in bytes.
+
+    Raises:
+        NotAStoreError: if there is none.
+    """
+    if not _looks_like_a_store(path) or not (path / DATA_FILE).exists():
+        raise NotAStoreError(f"{path} holds no store")
+    return (path / DATA_FILE).stat().st_size
+
+
 def warm(path: Path, force: bool = False, progress: Callable[[int], object] = lambda nbytes: None) -> int:
     """Reads a store into the page cache, and returns its size in bytes.
 
@@ -311,9 +321,7 @@ def warm(path: Path, force: bool = False, progress: Callable[[int], object] = la
         StoreUnavailableError: if it does not fit.
     """
     file = path / DATA_FILE
-    if not _looks_like_a_store(path) or not file.exists():
-        raise NotAStoreError(f"{path} holds no store")
-    room, missing = pagecache.room(), file.stat().st_size - (pagecache.resident_bytes(file) or 0)
+    missing, room = data_bytes(path) - (pagecache.resident_bytes(file) or 0), pagecache.room()
     if not force and room is not None and missing > room.nbytes:
         raise StoreUnavailableError(
             f"{path} does not fit into memory: {missing} bytes of it are to be read, and {room.limit} leaves "

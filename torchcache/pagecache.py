@@ -16,6 +16,7 @@ PIECE_BYTES = 8 << 20  # read at once: large enough for any disk, small enough f
 AHEAD_BYTES = 4 * PIECE_BYTES  # what the kernel is asked to read while we wait for a piece
 WINDOW_BYTES = 1 << 30  # looked at in one call: a quarter of a megabyte of answers
 
+_CACHESTAT = 451  # the number of the system call, on every architecture
 _MEMINFO, _CGROUP, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _HELD = ("anon", "shmem", "total_rss", "total_shmem")  # what cgroups' memory.stat, v2 and v1, call what stays in memory
 
@@ -82,27 +83,46 @@ def resident_bytes(file: Path) -> int | None:
 
     The kernel tells it to those who may write to the file, and has all of it in memory for the others.
     """
-    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
-    if mincore is None or not os.access(file, os.W_OK):
+    if not os.access(file, os.W_OK):
         return None
-    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     try:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size == 0:
                 return 0
-            data = mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ)
+            pages = _pages_by_cachestat(opened.fileno())
+            if pages is None:
+                pages = _pages_by_mincore(opened.fileno(), size)
     except OSError:
         return None
+    return None if pages is None else min(size, pages * mmap.PAGESIZE)
+
+
+def _pages_by_cachestat(descriptor: int) -> int | None:
+    """Takes microseconds; Linux 6.5 and later."""
+    whole, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
+    failed = _libc().syscall(_CACHESTAT, descriptor, ctypes.byref(whole), ctypes.byref(found), 0)
+    return None if failed else int(found[0])
+
+
+def _pages_by_mincore(descriptor: int, size: int) -> int | None:
+    """Takes some 15 seconds for a terabyte."""
+    data = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
     start = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
     answers = np.empty(WINDOW_BYTES // mmap.PAGESIZE, np.uint8)
     pages = 0
     for offset in range(0, size, WINDOW_BYTES):
         length = min(WINDOW_BYTES, size - offset)
-        if mincore(start + offset, length, answers.ctypes.data):
+        if _libc().mincore(
+            ctypes.c_void_p(start + offset), ctypes.c_size_t(length), ctypes.c_void_p(answers.ctypes.data)
+        ):
             return None
         pages += int((answers[: -(-length // mmap.PAGESIZE)] & 1).sum())
-    return min(size, pages * mmap.PAGESIZE)
+    return pages
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def load(file: Path, progress: Callable[[int], object] = lambda nbytes: None) -> int:

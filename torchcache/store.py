@@ -298,17 +298,17 @@ class Store:
             meta = self._dbs[b"meta"]
             txn.put(b"identity", json.dumps(asdict(identity)).encode(), db=meta)
             txn.put(b"counters", _COUNTERS.pack(*Counters().astuple()), db=meta)
-            txn.put(b"boot", _boot_id(), db=meta)
+            txn.put(b"boot", boot_id(), db=meta)
             txn.put(b"format", _format_line(), db=meta)
         self.close()
 
     def _trust_after_restart(self, txn: Any) -> None:
         """Checks every block if the machine was restarted before the store was synced: it may have lost pages."""
         written_in = bytes(txn.get(b"boot", db=self._dbs[b"meta"], default=b""))
-        if written_in and written_in != _boot_id():
+        if written_in and written_in != boot_id():
             self._check_blocks(txn)
             if not self.read_only:
-                txn.put(b"boot", _boot_id(), db=self._dbs[b"meta"])
+                txn.put(b"boot", boot_id(), db=self._dbs[b"meta"])
 
     # -- the LMDB handle ---------------------------------------------------------------------------------
 
@@ -700,7 +700,7 @@ def _format_line() -> bytes:
     return b"torchcache %d" % FORMAT_VERSION
 
 
-def _boot_id() -> bytes:
+def boot_id() -> bytes:
     """Differs from one start of the machine to the next; empty where the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
