@@ -25,6 +25,7 @@ from torchcache.errors import (
 from torchcache.fingerprint import Fingerprint, fingerprint
 from torchcache.guard import split_transform
 from torchcache.loader import DataLoader
+from torchcache.scalars import log_stats
 
 __all__ = [
     "CacheBypassWarning",
@@ -50,6 +51,7 @@ __all__ = [
     "UnsupportedSampleError",
     "__version__",
     "fingerprint",
+    "log_stats",
     "register",
     "split_transform",
 ]

@@ -149,7 +149,8 @@ def _memory(cache_dir: Path) -> Iterator[Finding]:
         yield Finding("page cache", "note", "not known", "whether stores fit into memory cannot be told", "")
         return
     found = f"room for {_gib(room.nbytes)}, limited by {room.limit}"
-    larger = [info.path.name for info in catalog.stores(cache_dir) if info.nbytes > room.nbytes]
+    known = catalog.stores(cache_dir) if cache_dir.is_dir() else []
+    larger = [info.path.name for info in known if info.nbytes > room.nbytes]
     if larger:
         risk = f"larger than that, and read from the disk again each epoch: {', '.join(larger)}"
         yield Finding("page cache", "note", found, risk, "Cache smaller samples, such as uint8 instead of float32")
