@@ -276,7 +276,7 @@ from helpers import Source, assert_same, image_and_label
 from torchcache import CachedDataset
 source = Source(20, Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-stores = [CachedDataset(source, key=f"k{i}", check=0) for i in range(20)]
+stores = [CachedDataset(source, key=f"k{i}", check=0) for i in range(30)]
 for _ in range(2):
     for cached in stores:
         assert sum(len(y) for _, y in DataLoader(cached, 5, shuffle=True)) == 20

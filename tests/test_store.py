@@ -173,7 +173,7 @@ def test_blocks_are_checked_after_a_restart_of_the_machine(
 
     cached = half_filled()
     stores._open_stores.clear()
-    monkeypatch.setattr(stores, "_boot_id", lambda: b"the next one")
+    monkeypatch.setattr(stores, "boot_id", lambda: b"the next one")
     check(CachedDataset(source))  # undamaged: trusted again
     stores._open_stores.clear()
     shutil.rmtree(cached.path)
@@ -186,7 +186,7 @@ def test_blocks_are_checked_after_a_restart_of_the_machine(
         file.write(bytes(64))
     del store
     stores._open_stores.clear()
-    monkeypatch.setattr(stores, "_boot_id", lambda: b"one more")
+    monkeypatch.setattr(stores, "boot_id", lambda: b"one more")
     with pytest.warns(CacheBypassWarning, match=r"checksum.*cached anew"):
         check(CachedDataset(source))
 

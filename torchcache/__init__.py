@@ -24,6 +24,7 @@ from torchcache.errors import (
 )
 from torchcache.fingerprint import Fingerprint, fingerprint
 from torchcache.loader import DataLoader
+from torchcache.scalars import log_stats
 from torchcache.split import split_transform
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "UnsupportedSampleError",
     "__version__",
     "fingerprint",
+    "log_stats",
     "register",
     "split_transform",
 ]

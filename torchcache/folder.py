@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +19,10 @@ from torchcache.errors import NotAStoreError, StoreUnavailableError
 GUARD_FILE, OWNERS = "store.lock", "owners"
 FILES = (DATA_FILE, WRITER_FILE, LMDB_LOCK_FILE, GUARD_FILE)
 GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
+USE_ATTEMPTS, USE_PAUSE_S = (
+    200,
+    0.001,
+)  # who asks whether a store is in use has the lock for microseconds, if not held up
 
 
 def make(path: Path) -> None:
@@ -86,3 +93,63 @@ def inode(path: Path) -> int:
         return (path / DATA_FILE).stat().st_ino
     except OSError:
         return 0
+
+
+def mark_used(path: Path, descriptor: int) -> None:
+    """Says that this process uses a store, for as long as it lives or has the file open, and that it did so now.
+
+    The lock is on the open file, which a memory map and a forked child keep too; the kernel releases it with the last
+    of them, however they end. It is for ``in_use`` alone: a store serves as well without it.
+
+    Args:
+        path: the store's folder.
+        descriptor: its data file, open.
+    """
+    for _ in range(USE_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                break  # a file system without locks
+            time.sleep(USE_PAUSE_S)
+    # Not the data file's own times: a look at the store changes them too.
+    with contextlib.suppress(OSError):  # only read here
+        os.utime(path / GUARD_FILE)
+
+
+def last_used(path: Path) -> float:
+    """When a process last opened a store to use it, or wrote to it; seconds since 1970."""
+    times = []
+    for file in (path / GUARD_FILE, path / DATA_FILE):
+        with contextlib.suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times) if times else path.stat().st_mtime
+
+
+@contextlib.contextmanager
+def unused(path: Path) -> Iterator[bool]:
+    """Whether no process uses a store, and holds it so for the context. Where it cannot be told, it counts as used."""
+    try:
+        descriptor = os.open(path / DATA_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        yield True
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError:
+            free = False
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process has the store open; see ``mark_used``."""
+    with unused(path) as free:
+        return not free

@@ -72,6 +72,11 @@ def any_alive(folder: Path) -> bool:
     return any(is_alive(folder, owner) for owner in _ids(folder))
 
 
+def count_alive(folder: Path) -> int:
+    """How many processes fill the store just now."""
+    return sum(is_alive(folder, owner) for owner in _ids(folder))
+
+
 def _ids(folder: Path) -> list[bytes]:
     return [bytes.fromhex(file.stem) for file in folder.glob("[0-9a-f]" * 2 * ID_BYTES + ".lock")]
 

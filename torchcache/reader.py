@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchcache import folder
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead, column_starts
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
@@ -120,19 +121,21 @@ class Reader:
     """What one process knows of one store: the map, and the place of every sample.
 
     Args:
-        path: the data file.
+        path: the data file. It is opened at once.
         length: number of samples of the dataset.
         schemas: the store's schemas; a list that grows.
+        marks: whether this is a use of the store (``folder.mark_used``), or only a look at it.
     """
 
-    def __init__(self, path: Path, length: int, schemas: list[Schema]) -> None:
+    def __init__(self, path: Path, length: int, schemas: list[Schema], *, marks: bool = True) -> None:
         self._path = path
         self._length = length
         self._schemas = schemas
         self.sequence = 0  # the log is known up to this number
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
-        self._fd: int | None = None
+        self._fd = self._opened(marks)
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._windows: dict[Column, torch.Tensor] = {}
         self._places = _Places(
             [],
@@ -206,15 +209,15 @@ class Reader:
         Raises:
             CorruptStoreError: if it is not what the seal says.
         """
-        data = self._mapped(seal.offset + seal.nbytes)
-        value = memoryview(data)[seal.offset : seal.offset + seal.nbytes]
+        self._map_whole()
+        value = self.bytes_at(seal.offset, seal.nbytes)
         head = BlockHead.read(value)
         if (head.block_id, head.nbytes) != (seal.block_id, seal.nbytes) or head.checksum_of(
             value[HEAD_BYTES:]
         ) != head.checksum:
             raise CorruptStoreError(f"{self._path}: the index is damaged")
         try:
-            self._unpack_index(data, seal)
+            self._unpack_index(self._mapped(0), seal)
         except (ValueError, TypeError, IndexError, struct.error) as error:
             raise CorruptStoreError(f"{self._path}: the index cannot be read ({error})") from error
 
@@ -393,6 +396,16 @@ class Reader:
 
     # -- the map -----------------------------------------------------------------------------------------
 
+    def bytes_at(self, offset: int, nbytes: int) -> memoryview:
+        """A view of a part of the file.
+
+        Raises:
+            CorruptStoreError: if the file does not have it.
+        """
+        if offset < 0 or nbytes < 0:
+            raise CorruptStoreError(f"{self._path}: {nbytes} bytes at byte {offset} cannot be")
+        return memoryview(self._mapped(offset + nbytes))[offset : offset + nbytes]
+
     def _mapped(self, end: int) -> mmap.mmap:
         """The map, long enough to hold byte ``end - 1`` of the file."""
         if self.map is None or len(self.map) < end:
@@ -400,15 +413,29 @@ class Reader:
         assert self.map is not None
         return self.map
 
+    def _opened(self, marks: bool) -> int:
+        try:
+            # Kept open: the folder may be renamed or removed, and another take its place.
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except OSError as error:
+            raise StoreUnavailableError(f"{self._path} cannot be opened: {error}") from error
+        if marks:
+            folder.mark_used(self._path.parent, descriptor)
+        return descriptor
+
+    def _map_whole(self) -> None:
+        """Maps all of a file that grows no more. The map keeps it open, and marked as used."""
+        if self._close.alive:
+            self._map_to(0)
+            self._close()
+
     def _map_to(self, end: int) -> None:
         try:
-            if self._fd is None:
-                # Kept open: the folder may be renamed or removed, and another take its place.
-                self._fd = os.open(self._path, os.O_RDONLY)
-                weakref.finalize(self, os.close, self._fd)
-            size = os.fstat(self._fd).st_size
+            size = os.fstat(self._fd).st_size if self._close.alive else len(self._mapped(0))
             if not 0 <= end <= size:
                 raise CorruptStoreError(f"{self._path}: a value ends at byte {end} of a file of {size} bytes")
+            if self.map is not None and len(self.map) == size:
+                return
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
             self.map = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except StoreError:

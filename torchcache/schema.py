@@ -67,12 +67,14 @@ class Schema:
         return json.dumps({"shapes": self.shapes, "spec": self.spec}, separators=(",", ":")).encode("ascii")
 
     @classmethod
-    def from_json(cls, text: bytes, *, allow_pickle: bool = False) -> Schema:
+    def from_json(cls, text: bytes, *, allow_pickle: bool = False, layout_only: bool = False) -> Schema:
         """Reads what ``to_json`` wrote.
 
         Args:
             text: the JSON.
             allow_pickle: accept a schema whose samples execute what is stored when they are read.
+            layout_only: for somebody who wants the columns alone, and has not imported the classes of the samples:
+                every container is a tuple.
 
         Raises:
             CorruptStoreError: for anything else, whatever it is.
@@ -80,7 +82,8 @@ class Schema:
         try:
             parsed = json.loads(text)
             shapes = tuple([None if s is None else _checked_shape(s) for s in parsed["shapes"]])
-            schema = cls(_as_tuples(parsed["spec"], 0), shapes)
+            spec = _as_tuples(parsed["spec"], 0)
+            schema = cls(_layout(spec) if layout_only else spec, shapes)
         except (CorruptStoreError, UnsupportedSampleError):
             raise
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
@@ -132,6 +135,33 @@ def _as_tuples(value: Any, depth: int) -> Any:
     if depth > 3 * MAX_DEPTH:
         raise CorruptStoreError("a schema is nested too deeply")
     return tuple([_as_tuples(item, depth + 1) for item in value]) if isinstance(value, list) else value
+
+
+def _layout(spec: Spec) -> Spec:
+    """The leaves of a spec, in the same order, in tuples."""
+    return ("tuple", tuple(map(_layout, spec[-1]))) if spec[0] in _CONTAINER_KINDS else spec
+
+
+def leaf_names(text: bytes) -> list[str]:
+    """Where each leaf of a schema, as JSON, is in a sample, in the order of the columns: ``['label']``, ``[0].x``."""
+    return list(_leaf_names(_as_tuples(json.loads(text)["spec"], 0), ""))
+
+
+def _leaf_names(spec: Spec, place: str) -> Iterator[str]:
+    if spec[0] in _EMPTY:
+        return
+    if spec[0] not in _CONTAINER_KINDS:
+        yield place or "sample"
+        return
+    children = spec[-1]
+    parts = [f"[{i}]" for i in range(len(children))]
+    if spec[0] in _MAPPINGS:
+        parts = [f"[{_decode_key(key)!r}]" for key in spec[1]]
+    elif spec[0] in ("namedtuple", "dataclass"):
+        fields = spec[3] if spec[0] == "namedtuple" else spec[1][2]
+        parts = [f".{field}" for field in fields]
+    for part, child in zip(parts, children, strict=True):
+        yield from _leaf_names(child, place + part)
 
 
 def _checked_shape(shape: Any) -> Dims:

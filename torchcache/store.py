@@ -97,6 +97,24 @@ class LogEntry(NamedTuple):
     indices: np.ndarray[Any, np.dtype[np.int64]]
 
 
+class Survey(NamedTuple):
+    """A store as of one moment.
+
+    Attributes:
+        entries: the log.
+        blocks: how many blocks there are.
+        counters: the totals.
+        schemas: the schemas, as JSON.
+        claims: which samples each owner is reading.
+    """
+
+    entries: list[LogEntry]
+    blocks: int
+    counters: Counters
+    schemas: list[bytes]
+    claims: dict[bytes, np.ndarray[Any, Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class Seal:
     """Where the index of a complete store lies in its file."""
@@ -135,8 +153,9 @@ class Store:
     The LMDB handle is opened when it is first needed and closed before a fork: it must not cross one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, layout_only: bool = False) -> None:
         self.path = path
+        self._layout_only = layout_only
         self.data_path = path / environment.DATA_FILE
         self.lock = threading.RLock()
         self.schemas: list[Schema] = []
@@ -169,6 +188,26 @@ class Store:
                 store._load()
                 _open_stores[name] = store
             return store
+
+    @classmethod
+    @contextlib.contextmanager
+    def look(cls, path: Path) -> Iterator[Store]:
+        """An existing store to look at and not to read samples from: nothing is imported for it, nor checked.
+
+        Raises:
+            NotAStoreError, FormatVersionError, CorruptStoreError, StoreUnavailableError: as they say.
+        """
+        with registry_lock:  # nobody of this process can open the file meanwhile, which LMDB allows but once
+            opened = _open_stores.get(os.path.realpath(path))
+            if opened is not None:
+                yield opened
+                return
+            store = cls(path, layout_only=True)
+            try:
+                store._load()
+                yield store
+            finally:
+                store.close()
 
     @classmethod
     def create(cls, path: Path, identity: Identity) -> Store:
@@ -226,7 +265,8 @@ class Store:
             self.read_only = "it may only be read"
         with self._look() as txn:
             self._read_meta(txn)
-            self._trust_after_restart(txn)
+            if not self._layout_only:
+                self._trust_after_restart(txn)
         self.close()
 
     def _read_meta(self, txn: Any) -> None:
@@ -258,17 +298,17 @@ class Store:
             meta = self._dbs[b"meta"]
             txn.put(b"identity", json.dumps(asdict(identity)).encode(), db=meta)
             txn.put(b"counters", _COUNTERS.pack(*Counters().astuple()), db=meta)
-            txn.put(b"boot", _boot_id(), db=meta)
+            txn.put(b"boot", boot_id(), db=meta)
             txn.put(b"format", _format_line(), db=meta)
         self.close()
 
     def _trust_after_restart(self, txn: Any) -> None:
         """Checks every block if the machine was restarted before the store was synced: it may have lost pages."""
         written_in = bytes(txn.get(b"boot", db=self._dbs[b"meta"], default=b""))
-        if written_in and written_in != _boot_id():
+        if written_in and written_in != boot_id():
             self._check_blocks(txn)
             if not self.read_only:
-                txn.put(b"boot", _boot_id(), db=self._dbs[b"meta"])
+                txn.put(b"boot", boot_id(), db=self._dbs[b"meta"])
 
     # -- the LMDB handle ---------------------------------------------------------------------------------
 
@@ -492,7 +532,10 @@ class Store:
                 if int.from_bytes(key, "big") != len(self.schemas):
                     raise CorruptStoreError(f"{self.path}: schema {len(self.schemas)} is missing")
                 self._schema_ids[bytes(text)] = len(self.schemas)
-                self.schemas.append(Schema.from_json(bytes(text), allow_pickle=self.identity.allow_pickle))
+                schema = Schema.from_json(
+                    bytes(text), allow_pickle=self.identity.allow_pickle, layout_only=self._layout_only
+                )
+                self.schemas.append(schema)
 
     def schema_id(self, schema: Schema) -> int:
         """The number of a schema in the store, which learns it if need be."""
@@ -510,6 +553,15 @@ class Store:
         """The store's totals."""
         with self._look() as txn:
             return self._counters(txn)
+
+    def survey(self) -> Survey:
+        """The whole log with what else there is, as of one moment."""
+        with self._look() as txn:
+            cursor = txn.cursor(db=self._dbs[b"schemas"])
+            texts = [bytes(text) for _, text in cursor]
+            entries = self._entries(txn, 0)
+            blocks_stored = txn.stat(self._dbs[b"blocks"])["entries"]
+            return Survey(entries, blocks_stored, self._counters(txn), texts, self._claims(txn))
 
     def count(self, counters: Counters) -> None:
         """Adds to the store's totals."""
@@ -648,7 +700,7 @@ def _format_line() -> bytes:
     return b"torchcache %d" % FORMAT_VERSION
 
 
-def _boot_id() -> bytes:
+def boot_id() -> bytes:
     """Differs from one start of the machine to the next; empty where the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()

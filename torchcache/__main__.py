@@ -1,0 +1,5 @@
+"""``python -m torchcache``."""
+
+from torchcache.cli import main
+
+main()

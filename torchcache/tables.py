@@ -1,0 +1,204 @@
+"""What the command prints: tables for people, JSON for programs; sizes and times in words, and from words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from torchcache.catalog import Description, Pruned, StoreInfo, VerifyReport
+from torchcache.doctor import Finding
+
+PIPE_WIDTH = 10_000  # columns where there is no terminal: nothing is wrapped or cut
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def console() -> Console:
+    """Where tables go: in colour and as wide as the terminal is, or plain and as wide as they are."""
+    terminal = sys.stdout.isatty()
+    return Console(width=None if terminal else PIPE_WIDTH, highlight=False, no_color=not terminal)
+
+
+def to_json(value: Any) -> str:
+    """JSON of what the catalogue gives."""
+    return json.dumps(_plain(value), indent=2, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def size(nbytes: int | None) -> str:
+    """A number of bytes in words; a dash for one that is not known."""
+    if nbytes is None:
+        return "-"
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.1f} {_UNITS[power]}"
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes from ``200G``, ``1.5 TiB`` or ``4096``; units are powers of 1024.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGTP])(?:i?B)?|B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write it as 500M, 200G or 1.5T")
+    power = " KMGTP".index(match[2].upper()) if match[2] else 0
+    return int(float(match[1]) * 1024**power)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from ``90s``, ``12h``, ``7d`` or ``2w``.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text, re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a time; write it as 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def duration(seconds: float | None) -> str:
+    """A time in words, in its two largest units; a dash for one that is not known."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86_400)
+    if hours == 0:
+        return f"{minutes} min"
+    return f"{hours} h {minutes % 60} min" if days == 0 else f"{days} d {hours % 24} h"
+
+
+def ago(moment: float) -> str:
+    return f"{duration(max(0.0, time.time() - moment))} ago"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> Table:
+    """A table whose cells are folded where the terminal is too narrow, never cut.
+
+    Args:
+        headings: of the columns.
+        rows: the cells.
+        numbers: the columns that are aligned on the right.
+    """
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate(headings):
+        made.add_column(
+            heading,
+            justify="right" if i in set(numbers) else "left",
+            overflow="fold",
+            min_width=16 if i == 0 else min(len(heading), 4),
+        )
+    for row in rows:
+        made.add_row(*map(escaped, row))
+    return made
+
+
+def escaped(text: str) -> str:
+    """Text in which rich sees no markup, and a terminal no commands."""
+    return "".join(c if c.isprintable() else "?" for c in text).replace("[", r"\[")
+
+
+def stores(infos: Sequence[StoreInfo], cache_dir: Path) -> Iterable[Table | str]:
+    """The list of stores."""
+    if not infos:
+        yield f"no stores under {escaped(str(cache_dir))}"
+        return
+    headings = ("store", "state", "samples", "size", "in RAM", "source reads", "source time", "last used", "used by")
+    rows = [
+        (
+            info.path.name,
+            info.state,
+            "-" if info.samples is None else f"{info.samples}/{'?' if info.length is None else info.length}",
+            size(info.nbytes),
+            size(info.resident_bytes),
+            "-" if info.source_reads is None else str(info.source_reads),
+            duration(info.source_seconds),
+            ago(info.last_used),
+            f"{info.filling} filling" if info.filling else "in use" if info.in_use else "",
+        )
+        for info in infos
+    ]
+    yield table(headings, rows, numbers=(2, 3, 4, 5, 6))
+    for info in infos:
+        if info.problem:
+            yield escaped(f"{info.path.name}: {info.problem}")
+    total = sum(info.nbytes for info in infos)
+    yield f"{len(infos)} stores, {size(total)} under {escaped(str(cache_dir))}"
+
+
+def description(info: StoreInfo, found: Description | None) -> Iterable[Table | str]:
+    """What is known of one store."""
+    pairs = [
+        ("folder", str(info.path)),
+        ("state", info.state + (f": {info.problem}" if info.problem else "")),
+        ("key", info.key or "-"),
+        ("dataset", info.source or "-"),
+        ("samples", f"{info.samples} of {info.length}"),
+        ("size", f"{size(info.nbytes)} on the disk, {size(info.resident_bytes)} of it in RAM"),
+        ("source reads", f"{info.source_reads} in {duration(info.source_seconds)}, added up over all processes"),
+        ("last used", ago(info.last_used)),
+        ("used by", f"{info.filling} processes that fill it" if info.filling else "some" if info.in_use else "nobody"),
+    ]
+    if found is not None:
+        pairs += [
+            ("duplicate reads", str(found.duplicate_reads)),
+            ("being read now", f"{found.claimed} samples"),
+            ("blocks", f"{found.blocks}, {size(found.block_bytes)}"),
+            ("format", f"{found.format_version}, {'sealed' if found.sealed else 'not sealed'}"),
+            ("pickled objects", "allowed" if found.allow_pickle else "none"),
+        ]
+    yield table(("", ""), pairs)
+    for number, schema in enumerate(found.schemas if found else ()):
+        yield f"structure {number}: {schema.samples} samples"
+        rows = [
+            (c.name, c.kind, c.dtype, "differs" if c.shape is None else str(list(c.shape)), size(c.nbytes))
+            for c in schema.columns
+        ]
+        yield table(("leaf", "kind", "dtype", "shape", "size"), rows, numbers=(4,))
+
+
+def report(found: VerifyReport) -> str:
+    """What has been verified, in a line."""
+    sealed = "and the index of all samples" if found.sealed else "not sealed"
+    return (
+        f"{found.path.name}: right. {found.samples} of {found.length} samples, {found.blocks} blocks "
+        f"({size(found.nbytes)}), {sealed}, in {duration(found.seconds)}"
+    )
+
+
+def pruned(found: Pruned, dry_run: bool) -> Iterable[Table | str]:
+    """What has been removed, or would be."""
+    if found.removed:
+        rows = [(info.path.name, reason, size(info.nbytes), ago(info.last_used)) for info, reason in found.removed]
+        yield table(("store", "why", "size", "last used"), rows, numbers=(2,))
+    verb = "would be removed" if dry_run else "removed"
+    yield f"{len(found.removed)} {verb}, {size(found.nbytes)}; {size(found.left_bytes)} left"
+
+
+def findings(found: Sequence[Finding]) -> Iterable[Table | str]:
+    """What the doctor has found."""
+    yield table(("what", "level", "found"), [(f.what, f.level, f.found) for f in found])
+    for f in found:
+        if f.level != "ok":
+            yield escaped(f"{f.what}: {f.risk}. {f.remedy}")
+    problems = sum(f.level == "problem" for f in found)
+    yield f"{problems} problems, {sum(f.level == 'note' for f in found)} notes"
