@@ -41,9 +41,12 @@ class WriterLock:
     def __init__(self, path: Path) -> None:
         file = path / WRITER_FILE
         try:
-            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except PermissionError:
-            self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)  # another user's: it can be locked all the same
+            try:
+                self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except PermissionError:
+                self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)  # another user's: it can be locked all the same
+        except OSError as error:
+            raise StoreUnavailableError(f"{file} cannot be opened: {error}") from error
         self._path = path
         self.close = weakref.finalize(self, os.close, self._fd)
 
