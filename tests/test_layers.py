@@ -18,13 +18,13 @@ from torchcache import errors
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
     {"_version", "errors", "packages"},
-    {"bytecode", "leaves", "registry"},
+    {"bytecode", "leaves", "registry", "retry"},
     {"column", "objects"},
     {"encode", "fingerprint", "guard", "topology"},
     {"flatten", "schema"},
-    {"block", "environment", "filesystem", "folder", "location", "owner"},
-    {"store"},
-    {"reader"},
+    {"block", "environment", "filesystem", "folder", "listing", "location", "owner"},
+    {"manifest", "store", "transfer"},
+    {"reader", "staging"},
     {"packing", "buffer", "messages", "partitioned", "compare", "indices"},
     {"source"},
     {"fill", "ahead", "check"},

@@ -13,6 +13,7 @@ from torchcache.errors import (
     NotAStoreError,
     RandomSampleError,
     RandomSampleWarning,
+    StagingError,
     StaleCacheError,
     StoreContentError,
     StoreError,
@@ -25,6 +26,7 @@ from torchcache.errors import (
 from torchcache.fingerprint import Fingerprint, fingerprint
 from torchcache.guard import split_transform
 from torchcache.loader import DataLoader
+from torchcache.staging import stage
 
 __all__ = [
     "CacheBypassWarning",
@@ -39,6 +41,7 @@ __all__ = [
     "NotAStoreError",
     "RandomSampleError",
     "RandomSampleWarning",
+    "StagingError",
     "StaleCacheError",
     "Stats",
     "StoreContentError",
@@ -52,4 +55,5 @@ __all__ = [
     "fingerprint",
     "register",
     "split_transform",
+    "stage",
 ]
