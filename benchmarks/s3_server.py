@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from moto.moto_server.werkzeug_app import create_backend_app
 from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication
-from moto.moto_server.werkzeug_app import create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 ACCOUNT, PARTITION = "123456789012", "aws"  # moto's
@@ -54,7 +54,12 @@ class S3Server:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all objects and requests, and intercepts nothing."""
         s3_backends.reset()
+        self.requests, self.intercept = [], None
 
     @property
     def endpoint_url(self) -> str:
@@ -66,12 +71,12 @@ class S3Server:
         """What fsspec must be told to reach it."""
         return {"endpoint_url": self.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}, **KEYS}
 
-    def put(self, bucket: str, key: str, content: bytes) -> None:
-        """Stores an object, past the protocol: not counted, and no client has a say in the key."""
+    def put(self, bucket: str, key: str, content: bytes, **fields: Any) -> None:
+        """Stores an object, past the protocol: not counted, and no client has a say in the key or in moto's fields."""
         backend = s3_backends[ACCOUNT][PARTITION]
         if bucket not in backend.buckets:
             backend.create_bucket(bucket, "us-east-1")
-        backend.put_object(bucket, key, content)
+        backend.put_object(bucket, key, content, **fields)
 
     def delete(self, bucket: str, key: str) -> None:
         """Removes an object, past the protocol."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import datetime
 import fnmatch
 import os
 import re
@@ -32,7 +33,7 @@ class Remote:
         relative: its path below the folder that is staged, with ``/``.
         path: its path as the file system knows it.
         size: in bytes; ``None`` where the store does not say.
-        version: changes with the content; ``None`` where the store has nothing of that kind.
+        version: what changes with the content, and its name; ``None`` where the store has nothing of that kind.
         md5: of the content, hexadecimal, where the store gives it.
     """
 
@@ -42,9 +43,10 @@ class Remote:
     version: str | None
     md5: str | None
 
-    def is_same(self, other: Remote) -> bool:
-        """Whether nothing says that the content has changed."""
-        return (self.size, self.version) == (other.size, other.version)
+    def is_unchanged(self, info: Mapping[str, Any]) -> bool:
+        """Whether nothing in a later answer of the store says that the content has changed."""
+        field = (self.version or "").partition(" ")[0]  # an answer may lack what the listing has, and the reverse
+        return info.get("size") == self.size and (not info.get(field) or _version(info, field) == self.version)
 
 
 def protocols(fs: Any) -> set[str]:
@@ -188,8 +190,14 @@ def remotes(fs: Any, files: Mapping[str, dict[str, Any]], names: Iterable[str], 
 def remote(fs: Any, relative: str, path: str, info: Mapping[str, Any]) -> Remote:
     """A file, from what fsspec says of it."""
     size = info.get("size")
-    version = next((str(info[field]).strip('"') for field in VERSION_FIELDS if info.get(field)), None)
+    version = next((_version(info, field) for field in VERSION_FIELDS if info.get(field)), None)
     return Remote(relative, path, None if size is None else int(size), version, _md5(fs, info))
+
+
+def _version(info: Mapping[str, Any], field: str) -> str:
+    value = info[field]
+    # A listing may give seconds where another question gives a date.
+    return f"{field} {value.timestamp() if isinstance(value, datetime.datetime) else value}".replace('"', "")
 
 
 def _md5(fs: Any, info: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchcache.errors import StagingError
-from torchcache.listing import Remote, protocols, remote
+from torchcache.listing import Remote, protocols
 from torchcache.retry import Cancelled, with_retries
 
 PIECE_BYTES = 16 << 20  # of a large file; with 16 workers 256 MiB are in flight
@@ -270,7 +270,7 @@ class Transfer:
         if not self._verify:
             return
         if source.md5 is None:
-            if self._is_ranged(part) and not source.is_same(self._remote_now(source)):
+            if self._is_ranged(part) and not source.is_unchanged(self._info(source)):
                 self._refuse(part, "it was changed while it was read")
             return
         for _ in range(CHECKS - 1):
@@ -285,9 +285,9 @@ class Transfer:
         part.discard()
         raise StagingError(f"{part.source.path}: {why}; if it was replaced meanwhile, call again")
 
-    def _remote_now(self, source: Remote) -> Remote:
-        info = with_retries(source.path, lambda: self._fs.info(source.path), self._stop)
-        return remote(self._fs, source.relative, source.path, info)
+    def _info(self, source: Remote) -> dict[str, Any]:
+        info: dict[str, Any] = with_retries(source.path, lambda: self._fs.info(source.path), self._stop)
+        return info
 
     def _is_encrypted(self, source: Remote) -> bool:
         """Whether S3 keeps the object under a key: its ETag looks like an MD5 and is none then."""
