@@ -9,7 +9,7 @@ import fnmatch
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -173,18 +173,18 @@ def selected(names: Iterable[str], include: tuple[str, ...], exclude: tuple[str,
     return [name for name in names if kept.match(name) and not left_out.match(name)]
 
 
-def remotes(fs: Any, files: Mapping[str, dict[str, Any]], names: Iterable[str], workers: int) -> list[Remote]:
+def remotes(fs: Any, files: Mapping[str, dict[str, Any]], names: Sequence[str], workers: int) -> list[Remote]:
     """What is to be known of the files; those whose size the listing does not tell are asked for one by one."""
 
-    def known(name: str) -> Remote:
-        info = files[name]
-        path = info["name"]
-        if info.get("size") is None:
-            info = with_retries(path, lambda: fs.info(path), threading.Event())
-        return remote(fs, name, path, info)
+    def ask(name: str) -> dict[str, Any]:
+        path = files[name]["name"]
+        info: dict[str, Any] = with_retries(path, lambda: fs.info(path), threading.Event())
+        return info
 
+    unknown = [name for name in names if files[name].get("size") is None]
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(known, names))
+        answers = dict(zip(unknown, pool.map(ask, unknown), strict=True))
+    return [remote(fs, name, files[name]["name"], answers.get(name, files[name])) for name in names]
 
 
 def remote(fs: Any, relative: str, path: str, info: Mapping[str, Any]) -> Remote:

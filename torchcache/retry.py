@@ -23,7 +23,7 @@ LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, er
 RETRIED_STATUS = {408, 425, 429}  # the answers below 500 that mean: later
 
 logger = logging.getLogger("torchcache")
-jitter = random.Random()  # of its own: the global generator belongs to training
+jitter = random.SystemRandom()  # the global generator is training's, and a forked one would repeat its parent's pauses
 Result = TypeVar("Result")
 
 
@@ -43,7 +43,9 @@ def with_retries(what: str, call: Callable[[], Result], stop: threading.Event) -
         StagingError: after the last attempt, or at once where another one would not help.
         Cancelled: if ``stop`` is set.
     """
-    for attempt in range(1, ATTEMPTS + 1):
+    attempt = 0
+    while True:
+        attempt += 1
         if stop.is_set():
             raise Cancelled
         try:
@@ -59,7 +61,6 @@ def with_retries(what: str, call: Callable[[], Result], stop: threading.Event) -
             logger.info("%s: attempt %d of %d failed: %s", what, attempt, ATTEMPTS, describe(error))
         # Full jitter: processes that fail together do not come back together.
         stop.wait(jitter.uniform(0, min(MAX_DELAY_S, FIRST_DELAY_S * 2**attempt)))
-    raise AssertionError("unreachable")
 
 
 def is_transient(error: BaseException) -> bool:
