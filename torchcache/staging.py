@@ -18,7 +18,7 @@ from typing import Any
 import filelock
 from tqdm.auto import tqdm
 
-from torchcache import folder, location
+from torchcache import location
 from torchcache.errors import StagingError
 from torchcache.listing import Remote, as_text, listing, open_filesystem, remotes, selected
 from torchcache.manifest import Manifest, write_json
@@ -101,7 +101,7 @@ def stage(
         return _offline(job)
     try:
         for made in (copy, state / "parts"):
-            made.mkdir(mode=folder.DIRECTORY_MODE, parents=True, exist_ok=True)
+            made.mkdir(parents=True, exist_ok=True)
         _update_once(job)
     except OSError as error:
         if isinstance(error, StagingError):
