@@ -13,7 +13,7 @@ from moto.server import DomainDispatcherApplication
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 ACCOUNT, PARTITION = "123456789012", "aws"  # moto's
-KEYS = {"key": "any", "secret": "any"}  # it takes every key
+KEYS = {"key": "any-key", "secret": "any-secret"}  # it takes every one
 
 
 class _Handler(WSGIRequestHandler):
