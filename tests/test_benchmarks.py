@@ -23,7 +23,7 @@ KILLS = ("kill_restart", "--kills", 1, "--samples", 600, "--batch-size", 16, "--
 RESNET = ("resnet50_cifar10", "--limit", 16, "--epochs", 2, "--batch-size", 8, "--image-size", 32, "--device", "cpu")
 NODES = ("nodes", "--samples", 4096, "--sample-bytes", 4096, "--batch-size", 8, "--rounds", 1)
 SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, "--nodes", 2, "--no-download")
-OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 2, "--workers", 2, "--latency-ms", 1)
+OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1, "--workers", 2, "--latency-ms", 1)
 
 Run = tuple[str, dict[str, Any]]
 
@@ -157,6 +157,6 @@ def test_the_partitioned_shuffle(runs: dict[str, Future[Run]]) -> None:
 def test_object_store(runs: dict[str, Future[Run]]) -> None:
     output, numbers = runs["objects"].result()
     requests = {kind: [epoch["requests"] for epoch in epochs] for kind, epochs in numbers["runs"].items()}
-    assert requests == {"without": [64, 64], "with": [64, 0, 0]}
+    assert requests == {"without": [64], "with": [64, 0]}
     assert numbers["cost_of_ten_epochs"] == {"without": 0.32, "with": 0.032}
     assert "10 epochs with the cache: 64 requests, which cost 0.032000" in output

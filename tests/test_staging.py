@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -23,6 +24,7 @@ from typing import Any
 import fsspec
 import pytest
 import s3_server
+from helpers import as_root, mounted
 from s3_server import S3Server
 from web_server import WebServer
 
@@ -279,6 +281,31 @@ def test_space_is_looked_at_before_the_first_byte(cache_dir: Path, tmp_path: Pat
         stage(str(source))
     assert staged(cache_dir) == {}
     assert list((cache_dir / "staged").glob("*.stage/parts/*")) == []
+
+
+@as_root
+def test_a_disk_that_fills_up_meanwhile(cache_dir: Path, s3: S3Server) -> None:
+    mounted(cache_dir, "size=1m")
+    filler = cache_dir / "filler"
+
+    def fill(environ: dict[str, Any]) -> None:
+        if environ["PATH_INFO"].endswith("0.bin") and not filler.exists():
+            with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+
+    s3.intercept = fill
+    try:
+        with pytest.raises(StagingError, match=r"cannot be written.*No space left on device.*what was fetched is kept"):
+            stage(URL, storage_options=s3.storage_options, workers=1)
+        kept = staged(cache_dir)
+        assert kept.keys() >= {"large.bin"} and "0/0.bin" not in kept
+        assert all(EXPECTED[name] == data for name, data in kept.items())
+        filler.unlink()
+        s3.intercept = None
+        assert content(stage(URL, storage_options=s3.storage_options)) == EXPECTED
+    finally:
+        subprocess.run(["umount", "-l", str(cache_dir)], check=True)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, near: Path) -> None:
