@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from helpers import Source
+
+# The S3 server is the benchmarks' too. At the end, because names such as ``data`` are there.
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 
 @pytest.fixture

@@ -5,14 +5,28 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
+import subprocess
 from collections import Counter, UserDict, UserList, deque
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import Dataset
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+
+
+def mounted(folder: Path, options: str) -> None:
+    """Mounts an empty file system, which the caller unmounts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr!r}")
 
 
 def image_and_label(index: int) -> tuple[torch.Tensor, int]:

@@ -23,6 +23,7 @@ KILLS = ("kill_restart", "--kills", 1, "--samples", 600, "--batch-size", 16, "--
 RESNET = ("resnet50_cifar10", "--limit", 16, "--epochs", 2, "--batch-size", 8, "--image-size", 32, "--device", "cpu")
 NODES = ("nodes", "--samples", 4096, "--sample-bytes", 4096, "--batch-size", 8, "--rounds", 1)
 SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, "--nodes", 2, "--no-download")
+OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1, "--workers", 2, "--latency-ms", 1)
 
 Run = tuple[str, dict[str, Any]]
 
@@ -46,7 +47,7 @@ def run(folder: Path, script: str, *options: object) -> Run:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder for each program; the one of the comparison holds somebody else's store already."""
-    names = ("data", "uncached", "compared", "reads", "kills", "nodes", "shuffles", "images", "resnet")
+    names = ("data", "uncached", "compared", "reads", "kills", "nodes", "shuffles", "images", "resnet", "objects")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     foreign = folders["compared"] / "cache" / "mnist-train-0"
     foreign.mkdir(parents=True)
@@ -75,6 +76,7 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "compared": (*LENET, "--compare", *data, *plot),
         "reads": (*READS, *data),
         "nodes": NODES,
+        "objects": (*OBJECTS, "--price-per-1000", 0.5),
         "resnet": (*RESNET, "--compare", "--uint8", "--image-folder", images(folders["images"])),
         "shuffles": (*SHUFFLES, *data),
     }
@@ -150,3 +152,11 @@ def test_the_partitioned_shuffle(runs: dict[str, Future[Run]]) -> None:
     output, numbers = runs["shuffles"].result()
     assert "2 nodes of one rank" in output
     assert {name: len(values) for name, values in numbers["accuracy"].items()} == {"global": 1, "partitioned": 1}
+
+
+def test_object_store(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["objects"].result()
+    requests = {kind: [epoch["requests"] for epoch in epochs] for kind, epochs in numbers["runs"].items()}
+    assert requests == {"without": [64], "with": [64, 0]}
+    assert numbers["cost_of_ten_epochs"] == {"without": 0.32, "with": 0.032}
+    assert "10 epochs with the cache: 64 requests, which cost 0.032000" in output

@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from s3_server import S3Server
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import FakeData
 from torchvision.transforms import v2
@@ -181,7 +182,24 @@ GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "one-node.md": lambda folder: {**images(folder), "epochs": EPOCHS},
     "from-mindspore.md": lambda folder: {**images(folder), **image_folder(folder)},
     "from-modelarts.md": lambda folder: {**images(folder), **image_folder(folder)},
+    "staging.md": lambda folder: {**pipeline(folder), "to_tensor": v2.ToImage()},
 }
+
+
+@pytest.fixture
+def object_store(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The bucket that the page on staging speaks of."""
+    if page.name != "staging.md":
+        yield
+        return
+    folder = image_folder(tmp_path)["root"]
+    with S3Server() as server:
+        for image in folder.rglob("*.png"):
+            server.put("bucket", f"imagenet/train/{image.relative_to(folder)}", image.read_bytes())
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "any")
+        yield
 
 
 @pytest.fixture
@@ -208,7 +226,7 @@ def runs(page: Path) -> bool:
     return any(block.language == "python" and block.reason is None for block in blocks(page))
 
 
-@pytest.mark.usefixtures("cache_dir", "one_rank", "forking")
+@pytest.mark.usefixtures("cache_dir", "one_rank", "forking", "object_store")
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "page"

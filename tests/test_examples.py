@@ -72,6 +72,12 @@ def test_lightning_module(cache_dir: Path) -> None:
     assert "9 steps; 96 source reads, 192 hits" in output
 
 
+def test_object_store(tmp_path: Path) -> None:
+    output = run("object_store.py", "--samples", "96", "--epochs", "10", "--workers", "4", "--jobs", "2")
+    assert output.count("all alike: True") == 2
+    assert "samples drawn: 1,920; GETs at the server: 96; samples: 96" in output
+
+
 def test_ddp_two_nodes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

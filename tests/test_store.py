@@ -13,7 +13,7 @@ from typing import Any
 import lmdb
 import pytest
 import torch
-from helpers import Source, assert_same, image_and_label
+from helpers import Source, as_root, assert_same, image_and_label, mounted
 from torch.utils.data import DataLoader
 
 from torchcache import CacheBypassWarning, CachedDataset, buffer, errors
@@ -208,18 +208,6 @@ def test_damage_that_shows_while_training(cache_dir: Path, tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------------------------------- permissions and space
-
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
-
-
-def mounted(folder: Path, options: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr!r}")
 
 
 @as_root

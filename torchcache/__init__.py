@@ -13,6 +13,7 @@ from torchcache.errors import (
     NotAStoreError,
     RandomSampleError,
     RandomSampleWarning,
+    StagingError,
     StaleCacheError,
     StoreContentError,
     StoreError,
@@ -26,6 +27,7 @@ from torchcache.fingerprint import Fingerprint, fingerprint
 from torchcache.loader import DataLoader
 from torchcache.scalars import log_stats
 from torchcache.split import split_transform
+from torchcache.staging import stage
 
 __all__ = [
     "CacheBypassWarning",
@@ -40,6 +42,7 @@ __all__ = [
     "NotAStoreError",
     "RandomSampleError",
     "RandomSampleWarning",
+    "StagingError",
     "StaleCacheError",
     "Stats",
     "StoreContentError",
@@ -54,4 +57,5 @@ __all__ = [
     "log_stats",
     "register",
     "split_transform",
+    "stage",
 ]

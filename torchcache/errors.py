@@ -7,6 +7,7 @@
      ├─ UnsupportedSampleError (TypeError)     a sample holds a type that cannot be stored exactly
      ├─ RandomSampleError (RuntimeError)       the source draws random numbers: caching would freeze them
      ├─ InPlaceWriteError (RuntimeError)       a transform wrote into a view of the cache (``copy=False``)
+     ├─ StagingError (OSError)                 files could not be brought here from a remote store
      └─ StoreError (OSError)                   anything that is wrong with a store on disk
          ├─ StoreUnavailableError              cannot be opened or written here (permissions, space, locks)
          └─ StoreContentError (ValueError)     it can be read, and is not what it should be
@@ -37,6 +38,7 @@ __all__ = [
     "NotAStoreError",
     "RandomSampleError",
     "RandomSampleWarning",
+    "StagingError",
     "StaleCacheError",
     "StoreContentError",
     "StoreError",
@@ -66,6 +68,10 @@ class RandomSampleError(TorchcacheError, RuntimeError):
 
 class InPlaceWriteError(TorchcacheError, RuntimeError):
     """A transform wrote into a view of the cache, which the next epoch would see; use ``copy=True``."""
+
+
+class StagingError(TorchcacheError, OSError):
+    """Files could not be brought here from a remote store; what was fetched is kept for the next call."""
 
 
 class StoreError(TorchcacheError, OSError):
