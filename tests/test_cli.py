@@ -16,6 +16,7 @@ import termios
 import threading
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,46 @@ def test_it_is_a_module(project: Path, source: Source) -> None:
         [sys.executable, "-m", "torchcache", "ls", "--json"], capture_output=True, text=True, check=True
     )
     assert [info["path"] for info in json.loads(done.stdout)] == [str(path)]
+
+
+def test_stage(project: Path, tmp_path: Path, cache_dir: Path) -> None:
+    bucket = tmp_path / "bucket"
+    (bucket / "train").mkdir(parents=True)
+    for number in range(5):
+        (bucket / "train" / f"{number}.bin").write_bytes(bytes(number))
+    copy = Path(run("stage", bucket)[0].strip())
+    assert copy.is_relative_to(cache_dir)
+    assert sorted(file.name for file in copy.rglob("*.bin")) == ["0.bin", "1.bin", "2.bin", "3.bin", "4.bin"]
+    assert run("stage", bucket, "--offline")[0].strip() == str(copy)
+    shards = [Path(as_json("stage", bucket, tmp_path / "there", "--shard", f"{k}/2")["path"]) for k in (0, 1)]
+    assert all(shard.is_relative_to(tmp_path / "there") for shard in shards)
+    names = [{file.name for file in shard.rglob("*.bin")} for shard in shards]
+    assert names == [{"0.bin", "2.bin", "4.bin"}, {"1.bin", "3.bin"}]
+    assert run("ls") == (f"no stores under {cache_dir}\n", "")
+    for arguments, message in (
+        (("--shard", "2/2"), "'2/2' is not a shard"),
+        (("--shard", "auto"), "auto under torchrun"),
+        (("--option", "x"), "write it as name=value"),
+    ):
+        assert message in run("stage", bucket, *arguments, status=2)[1]
+    assert "none of 5 files is selected" in run("stage", bucket, "--include", "*.jpg", status=1)[1]
+
+
+def torchrun(node: int) -> Callable[[], None]:
+    """As torchrun starts the one process of a node of two."""
+    told = {"WORLD_SIZE": 2, "RANK": node, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2, "GROUP_RANK": node}
+    return lambda: os.environ.update({name: str(value) for name, value in told.items()})
+
+
+def test_each_node_fills_and_stages_its_part(project: Path, tmp_path: Path, source: Source) -> None:
+    (tmp_path / "bucket").mkdir()
+    for number in range(3):
+        (tmp_path / "bucket" / str(number)).touch()
+    staged = []
+    for node in (0, 1):
+        there = tmp_path / f"node-{node}"
+        run("fill", "train:dataset", "--cache-dir", there, before=torchrun(node))
+        out, _ = run("stage", tmp_path / "bucket", there, "--shard", "auto", before=torchrun(node))
+        staged.append({file.name for file in Path(out.strip()).iterdir()})
+    assert staged == [{"0", "2"}, {"1"}]
+    assert source.reads() == Counter(range(LENGTH))

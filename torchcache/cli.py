@@ -18,6 +18,8 @@ from torchcache import catalog, doctor, location, tables
 from torchcache.catalog import StoreInfo
 from torchcache.errors import FingerprintError, StoreError, TorchcacheError
 from torchcache.factory import FactoryError, cached_dataset, described
+from torchcache.staging import stage
+from torchcache.topology import torchrun_topology
 
 PROBLEM, MISUSE = 1, 2  # exit statuses
 
@@ -61,18 +63,28 @@ def fill(
     cache_dir: CacheDir = None,
     json: Json = False,
 ) -> None:
-    """Read everything that is not cached yet. Goes on where it was stopped; several may run at once."""
+    """Read everything that is not cached yet; under torchrun on several nodes, what this one keeps.
+
+    Goes on where it was stopped; several may run at once.
+    """
     with closing(cached_dataset(factory, cache_dir)) as dataset:
+        length, part = len(dataset), _part_of_this_node(len(dataset))
         with _user_errors(f"reading {factory}"):
-            dataset.fill(num_workers=workers, progress=not json)
-        stats, length, complete = dataset.stats, len(dataset), dataset.complete
+            dataset.fill(num_workers=workers, progress=not json, indices=part)
+        stats, complete = dataset.stats, dataset.complete
         text = (
             f"{dataset.path.name}: {stats.samples_cached} of {length} samples, {tables.size(stats.bytes_cached)}, "
             f"{stats.source_reads} source reads in {tables.duration(stats.source_seconds)}"
         )
         _show({"path": dataset.path, "length": length, "complete": complete, "stats": stats}, json, [text])
-        if not complete:
+        if stats.samples_cached < (length if part is None else len(part)):
             raise typer.Exit(PROBLEM)
+
+
+def _part_of_this_node(length: int) -> list[int] | None:
+    """Under torchrun on several nodes the samples that this node keeps (``ExchangeLoader``); else all of them."""
+    topology = torchrun_topology()
+    return None if topology is None or topology.num_nodes == 1 else topology.part(length, seed=0).tolist()
 
 
 @app.command()
@@ -177,6 +189,48 @@ def prune(
         dry_run=dry_run,
     )
     _show(found, json, tables.pruned(found, dry_run))
+
+
+@app.command("stage")
+def run_stage(
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix, gs://…, https://…, a path.")],
+    cache_dir: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="The cache folder; else $CACHE_DIR.")
+    ] = None,
+    include: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these paths; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Not these paths; repeatable.")] = None,
+    shard: Annotated[
+        str, typer.Option(metavar="K/N", help="Every N-th file from number K on, from 0; auto: as torchrun's nodes.")
+    ] = "0/1",
+    workers: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 16,
+    endpoint_url: Annotated[str | None, typer.Option(help="The address of OBS, MinIO, Ceph, …")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="For fsspec; repeatable.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare with the MD5 that the store gives.")] = True,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask nothing; there has to be a whole copy.")] = False,
+    json: Json = False,
+) -> None:
+    """Copy files of an object store to this node's disk, and print where they are."""
+    options = dict(_parsed(tables.parse_option, text, "--option") for text in option or ())
+    if endpoint_url is not None:
+        options["endpoint_url"] = endpoint_url
+    path = stage(
+        url,
+        cache_dir,
+        include=include or None,
+        exclude=exclude or None,
+        shard=_parsed(_shard, shard, "--shard"),
+        workers=workers,
+        progress=not json,
+        storage_options=options,
+        verify=verify,
+        offline=offline,
+    )
+    _show({"path": path}, json, [tables.escaped(str(path))])
+
+
+def _shard(text: str) -> tuple[int, int]:
+    topology = torchrun_topology() if text == "auto" else None
+    return tables.parse_shard(text) if topology is None else (topology.node, topology.num_nodes)
 
 
 @app.command("doctor")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchcache.errors import StagingError
 from torchcache.retry import with_retries
@@ -166,11 +166,24 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:SHOWN])) + more
 
 
-def selected(names: Iterable[str], include: tuple[str, ...], exclude: tuple[str, ...]) -> list[str]:
-    """The relative paths that match a glob of ``include``, if there are any, and none of ``exclude``."""
-    kept = re.compile("|".join(map(fnmatch.translate, include)) if include else "")
-    left_out = re.compile("|".join(map(fnmatch.translate, exclude)) if exclude else r"(?!)")
-    return [name for name in names if kept.match(name) and not left_out.match(name)]
+class Selection(NamedTuple):
+    """Which files are wanted.
+
+    Attributes:
+        include: globs of relative paths, of which one must match, if there are any.
+        exclude: globs of which none may match.
+        shard: of the files in the order of their names every ``shard[1]``-th, from number ``shard[0]`` on.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    shard: tuple[int, int] = (0, 1)
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        kept = re.compile("|".join(map(fnmatch.translate, self.include)) if self.include else "")
+        left_out = re.compile("|".join(map(fnmatch.translate, self.exclude)) if self.exclude else r"(?!)")
+        first, step = self.shard
+        return sorted(name for name in names if kept.match(name) and not left_out.match(name))[first::step]
 
 
 def remotes(fs: Any, files: Mapping[str, dict[str, Any]], names: Sequence[str], workers: int) -> list[Remote]:

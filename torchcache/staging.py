@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from torchcache import location
 from torchcache.errors import StagingError
-from torchcache.listing import Remote, as_text, listing, open_filesystem, remotes, selected
+from torchcache.listing import Remote, Selection, as_text, listing, open_filesystem, remotes
 from torchcache.manifest import Manifest, write_json
 from torchcache.transfer import Transfer, part_name
 
@@ -41,8 +41,7 @@ class _Job:
     url: str
     copy: Path
     state: Path
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
+    selection: Selection
     storage_options: Mapping[str, Any] = field(repr=False)  # may hold secrets
     workers: int
     progress: bool
@@ -55,6 +54,7 @@ def stage(
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    shard: tuple[int, int] = (0, 1),
     workers: int = 16,
     progress: bool = True,
     storage_options: Mapping[str, Any] | None = None,
@@ -75,6 +75,8 @@ def stage(
         include: globs of the relative paths to copy (``*`` matches ``/`` too); default all. Another selection is
             another copy.
         exclude: globs of those to leave out.
+        shard: ``(k, n)``: only every n-th of the files, from number k on (from 0), in the order of their names: for
+            nodes that each keep a part.
         workers: requests at the same time.
         progress: show a progress bar, if there is a terminal.
         storage_options: passed to fsspec, such as ``{"endpoint_url": "https://obs.example.com"}``.
@@ -92,11 +94,13 @@ def stage(
     """
     if workers < 1:
         raise ValueError(f"workers={workers}: it is a number of requests at the same time, at least 1")
+    if not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"shard={shard}: it is (number of the shard, from 0, and how many there are)")
     text, options = as_text(url), dict(storage_options or {})
-    globs = _globs(include), _globs(exclude)
-    copy = location.cache_folder(cache_dir) / "staged" / _name(text, options, globs)
+    selection = Selection(_globs(include), _globs(exclude), (shard[0], shard[1]))
+    copy = location.cache_folder(cache_dir) / "staged" / _name(text, options, selection)
     state = copy.with_name(copy.name + ".stage")
-    job = _Job(text, copy, state, *globs, options, workers, progress, verify)
+    job = _Job(text, copy, state, selection, options, workers, progress, verify)
     if offline:
         return _offline(job)
     try:
@@ -114,11 +118,11 @@ def _globs(globs: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if globs is None else (globs,) if isinstance(globs, str) else tuple(globs)
 
 
-def _name(url: str, options: Mapping[str, Any], globs: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
+def _name(url: str, options: Mapping[str, Any], selection: Selection) -> str:
     """The name of the copy's folder: one for each source and selection."""
     endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")
     plain = url.rstrip("/")
-    identity = json.dumps([plain, endpoint, *globs])
+    identity = json.dumps([plain, endpoint, *selection])
     digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return location.store_name(plain.partition("?")[0].rpartition("/")[2], digest)
 
@@ -160,7 +164,7 @@ def _update_once(job: _Job) -> None:
 @contextlib.contextmanager
 def _locked(job: _Job) -> Iterator[bool]:
     """Excludes other processes; gives whether there was one to wait for."""
-    lock = filelock.FileLock(job.state / "lock", fallback_to_soft=False, thread_local=False, mode=0o600)
+    lock = filelock.FileLock(job.state / "lock", fallback_to_soft=False, thread_local=False)
     waited = False
     try:
         try:
@@ -189,11 +193,10 @@ def _read_outcome(path: Path) -> dict[str, Any]:
 def _update(job: _Job) -> None:
     """Lists the source, fetches what is missing or has changed, and removes what vanished."""
     fs, path = open_filesystem(job.url, job.storage_options)
-    names = selected(files := listing(fs, path, job.url), job.include, job.exclude)
+    names = job.selection.of(files := listing(fs, path, job.url))
     if not names:
-        raise StagingError(
-            f"{job.url}: none of {len(files)} files is selected by include={job.include} and exclude={job.exclude}"
-        )
+        chosen = ", ".join(f"{name}={value}" for name, value in job.selection._asdict().items())
+        raise StagingError(f"{job.url}: none of {len(files)} files is selected by {chosen}")
     sources = remotes(fs, files, names, job.workers)
     manifest = Manifest(job.copy, job.state, job.url)
     changed = [source for source in sources if not manifest.has(source)]

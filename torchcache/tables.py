@@ -75,6 +75,32 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
+def parse_option(text: str) -> tuple[str, str | int | bool]:
+    """A name and its value from ``name=value``; numbers, ``true`` and ``false`` are not text.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"{text!r} is not an option; write it as name=value")
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if re.fullmatch(r"-?\d+", value) else value
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """``(k, n)`` from ``k/n``, counted from 0.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise ValueError(f"{text!r} is not a shard; write it as 0/4, 1/4, 2/4 or 3/4, or as auto under torchrun")
+    return int(match[1]), int(match[2])
+
+
 def duration(seconds: float | None) -> str:
     """A time in words, in its two largest units; a dash for one that is not known."""
     if seconds is None:

@@ -122,6 +122,19 @@ def find_topology(
     return Topology(rank, (0,) * num_replicas)
 
 
+def torchrun_topology() -> Topology | None:
+    """Which rank torchrun has started this process as, and on which node; ``None`` if it has not, or does not tell.
+
+    Unlike ``find_topology`` it needs no process group.
+    """
+    try:
+        world, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    except (KeyError, ValueError):
+        return None
+    per_node = _torchrun_ranks_per_node(world, own)
+    return Topology(own, _even(world, world // per_node)) if per_node else None
+
+
 def _even(num_replicas: int, num_nodes: int) -> tuple[int, ...]:
     if num_nodes < 1 or num_replicas % num_nodes:
         raise ValueError(f"{num_replicas} ranks cannot be spread evenly over num_nodes={num_nodes}")
