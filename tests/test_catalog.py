@@ -8,6 +8,7 @@ import random
 import signal
 import struct
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import lmdb
 import numpy as np
 import pytest
 import torch
-from helpers import Source, open_descriptors
+from helpers import Source, assert_same, image_and_label, open_descriptors
 
 from torchcache import CachedDataset, catalog, errors, folder, pagecache
 from torchcache.catalog import StoreInfo
@@ -421,6 +422,18 @@ def test_only_stores_are_removed(tmp_path: Path, cache_dir: Path, source: Source
     with pytest.raises(errors.NotAStoreError):
         catalog.warm(tmp_path / "thesis")
     assert len(os.listdir(tmp_path / "thesis")) == 2
+
+
+def test_a_job_whose_store_is_removed_goes_on(cache_dir: Path, source: Source) -> None:
+    for indices in (None, range(50)):
+        path = filled(source, indices)
+        cached = CachedDataset(source)
+        cached[0]
+        catalog.destroy(path, force=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what can be cached no more
+            assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
+            cached.close()
 
 
 def test_pruning(cache_dir: Path, source: Source) -> None:

@@ -194,7 +194,7 @@ def test_ls_and_info(project: Path, source: Source) -> None:
 def test_ls_on_a_narrow_terminal_loses_nothing(project: Path, source: Source) -> None:
     path = filled(source, name="a_rather_long_name_for_a_dataset_of_images", key="0123456789abcdef0123456789abcdef")
     output = on_a_terminal("ls", columns=60)
-    first_column = "".join(line[:17].strip() for line in output.splitlines()[1:])
+    first_column = "".join(line[:16].strip() for line in output.splitlines()[1:])
     assert path.name in first_column
     assert max(map(len, output.splitlines()[:10])) <= 60
 
@@ -204,13 +204,13 @@ def test_verify(project: Path, source: Source) -> None:
     other = filled(source, name="other", key="k")
     data = bytearray((other / "data.mdb").read_bytes())
     out = run("verify")[0]
-    assert re.search(r"mine-k: right. 200 of 200 samples, \d+ blocks", out) and "other-k: right." in out
+    assert re.search(r"mine-k: ok. 200 of 200 samples, \d+ blocks", out) and "other-k: ok." in out
     out = run("verify", "--source", "train:cached")[0]
     assert "200 samples are those of the source" in out and "other" not in out
     data[len(data) // 2] ^= 1
     (other / "data.mdb").write_bytes(data)
     out = run("verify", status=1)[0]
-    assert "mine-k: right." in out and re.search(r"other-k: .*(checksum|damaged|index)", out)
+    assert "mine-k: ok." in out and re.search(r"other-k: .*(checksum|damaged|index)", out)
     found = as_json("verify", "mine", "--source", "train:other", "--samples", "5", status=1)
     assert "is not what its source gives now" in found[0]["problem"]
     assert found[0]["path"] == str(path)

@@ -147,7 +147,9 @@ def translated(path: Path) -> Iterator[None]:
         raise CorruptStoreError(f"{path / DATA_FILE} is damaged ({error})") from error
     except lmdb.Error as error:
         raise StoreUnavailableError(f"{path}: {error}") from error
-    except PermissionError as error:
+    except StoreError:
+        raise
+    except OSError as error:  # no permission, too many open files, or the folder has been removed meanwhile
         raise StoreUnavailableError(f"{path}: {error}") from error
 
 

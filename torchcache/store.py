@@ -50,6 +50,7 @@ _open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDiction
 registry_lock = threading.RLock()  # held while stores are opened; taken before a fork, so that none is half open
 # LMDB's handles that a process keeps at a time, three descriptors each: some have many datasets, and 1,024 descriptors.
 MOST_HANDLES = 16
+LOOK_TIMEOUT_S = 5.0  # who lists stores does not want to wait for a stopped process
 _forking: list[Store] = []  # locked between the two fork hooks
 
 
@@ -203,6 +204,7 @@ class Store:
                 yield opened
                 return
             store = cls(path, layout_only=True)
+            store.lock_timeout_s = LOOK_TIMEOUT_S
             try:
                 store._load()
                 yield store

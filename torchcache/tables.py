@@ -114,7 +114,8 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(moment: float) -> str:
-    return f"{duration(max(0.0, time.time() - moment))} ago"
+    seconds = max(0.0, time.time() - moment)
+    return f"{int(seconds)} s ago" if seconds < 60 else f"{duration(seconds)} ago"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> Table:
@@ -125,7 +126,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Itera
         rows: the cells.
         numbers: the columns that are aligned on the right.
     """
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, show_header=any(headings), show_edge=False, pad_edge=False)
     for i, heading in enumerate(headings):
         made.add_column(
             heading,
@@ -178,9 +179,9 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
         ("state", info.state + (f": {info.problem}" if info.problem else "")),
         ("key", info.key or "-"),
         ("dataset", info.source or "-"),
-        ("samples", f"{info.samples} of {info.length}"),
+        ("samples", "-" if info.samples is None else f"{info.samples} of {info.length}"),
         ("size", f"{size(info.nbytes)} on the disk, {size(info.resident_bytes)} of it in RAM"),
-        ("source reads", f"{info.source_reads} in {duration(info.source_seconds)}, added up over all processes"),
+        ("source reads", "-" if info.source_reads is None else f"{info.source_reads} in {duration(info.source_seconds)}"),
         ("last used", ago(info.last_used)),
         ("used by", f"{info.filling} processes that fill it" if info.filling else "some" if info.in_use else "nobody"),
     ]
@@ -206,7 +207,7 @@ def report(found: VerifyReport) -> str:
     """What has been verified, in a line."""
     sealed = "and the index of all samples" if found.sealed else "not sealed"
     return (
-        f"{found.path.name}: right. {found.samples} of {found.length} samples, {found.blocks} blocks "
+        f"{found.path.name}: ok. {found.samples} of {found.length} samples, {found.blocks} blocks "
         f"({size(found.nbytes)}), {sealed}, in {duration(found.seconds)}"
     )
 
