@@ -18,6 +18,7 @@ from torchcache import catalog, doctor, location, tables
 from torchcache.catalog import StoreInfo
 from torchcache.errors import FingerprintError, StoreError, TorchcacheError
 from torchcache.factory import FactoryError, cached_dataset, described
+from torchcache.staging import stage
 
 PROBLEM, MISUSE = 1, 2  # exit statuses
 
@@ -177,6 +178,36 @@ def prune(
         dry_run=dry_run,
     )
     _show(found, json, tables.pruned(found, dry_run))
+
+
+@app.command("stage")
+def run_stage(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Such as s3://bucket/train.", show_default=False)],
+    include: Annotated[list[str], typer.Option(metavar="GLOB", help="Copy these only; may be repeated.")] = [],  # noqa: B006
+    exclude: Annotated[list[str], typer.Option(metavar="GLOB", help="Leave these out; may be repeated.")] = [],  # noqa: B006
+    workers: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 16,
+    option: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=VALUE", help="For fsspec, such as endpoint_url=https://…; may be repeated."),
+    ] = [],  # noqa: B006
+    verify: Annotated[bool, typer.Option(help="Check more than the length of what was fetched.")] = True,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask the source nothing.")] = False,
+    cache_dir: CacheDir = None,
+    json: Json = False,
+) -> None:
+    """Copy the files of an object store to this node's disk, below the cache folder."""
+    path = stage(
+        url,
+        cache_dir,
+        include=include or None,
+        exclude=exclude or None,
+        workers=workers,
+        progress=not json,
+        storage_options=dict(_parsed(tables.parse_option, text, "--option") for text in option),
+        verify=verify,
+        offline=offline,
+    )
+    _show({"path": path}, json, [str(path)])
 
 
 @app.command("doctor")

@@ -75,6 +75,21 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
+def parse_option(text: str) -> tuple[str, Any]:
+    """Name and value of ``name=value``; the value is JSON if it can be, else the text itself.
+
+    Raises:
+        ValueError: if there is no name.
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def duration(seconds: float | None) -> str:
     """A time in words, in its two largest units; a dash for one that is not known."""
     if seconds is None:
@@ -155,7 +170,10 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
         ("dataset", info.source or "-"),
         ("samples", "-" if info.samples is None else f"{info.samples} of {info.length}"),
         ("size", f"{size(info.nbytes)} on the disk, {size(info.resident_bytes)} of it in RAM"),
-        ("source reads", "-" if info.source_reads is None else f"{info.source_reads} in {duration(info.source_seconds)}"),
+        (
+            "source reads",
+            "-" if info.source_reads is None else f"{info.source_reads} in {duration(info.source_seconds)}",
+        ),
         ("last used", ago(info.last_used)),
         ("used by", f"{info.filling} processes that fill it" if info.filling else "some" if info.in_use else "nobody"),
     ]
