@@ -192,10 +192,15 @@ def test_ls_and_info(project: Path, source: Source) -> None:
 
 def test_ls_on_a_narrow_terminal_loses_nothing(project: Path, source: Source) -> None:
     path = filled(source, name="a_rather_long_name_for_a_dataset_of_images", key="0123456789abcdef0123456789abcdef")
-    output = on_a_terminal("ls", columns=60)
-    first_column = "".join(line.split()[0] for line in output.splitlines() if line[:1].strip())
-    assert path.name in first_column
-    assert max(map(len, output.splitlines()[:10])) <= 60
+    with CachedDataset(source, name="another", key="k") as cached:
+        cached[0]
+        output = on_a_terminal("ls", columns=60)
+        assert f"{path.name}\n  state: complete\n  samples: 200/200\n" in output.replace(" \n", "\n")
+        assert "  used by: 1 filling" in output
+        lines = on_a_terminal("ls", columns=110).splitlines()[:-1]
+    assert max(map(len, lines)) <= 110
+    assert path.name in "".join(line.split()[0] for line in lines if line[:1].strip())
+    assert any(re.search(r"in use|filling", line) for line in lines)
 
 
 def test_verify(project: Path, source: Source) -> None:
