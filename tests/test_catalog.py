@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hostile
 import lmdb
 import numpy as np
 import pytest
@@ -68,6 +69,7 @@ def another_process(work: Callable[[], object]) -> Iterator[int]:
 
     process = FORK.Process(target=run)
     process.start()
+    theirs.close()
     try:
         ours.recv()
         assert process.pid is not None
@@ -360,7 +362,7 @@ def one_sample_more(counters: bytes) -> bytes:
         (b"meta", b"counters", one_sample_more, "its totals say 201 samples"),
         (b"ids", bytes(8), lambda record: None, "the log names 0 blocks, and there are 1|block 0 is missing"),
         (b"meta", b"counters", lambda counters: b"", "has lost its totals"),
-        (b"claims", bytes(16), lambda claim: b"odd", "cannot be read"),
+        (b"claims", bytes(16), lambda claim: b"odd", "a claim of 3 bytes"),
         (b"schemas", bytes(8), lambda text: None, "schema|unknown"),
     ],
 )
@@ -407,6 +409,30 @@ def test_the_source_is_another_one_now(cache_dir: Path, source: Source, tmp_path
     )
     with pytest.raises(errors.StaleCacheError, match="of sample 77"):
         catalog.compare(path, other)
+
+
+def test_damage_anywhere_is_an_error_of_ours(cache_dir: Path, source: Source) -> None:
+    paths = [filled(source, name="whole", key="k"), filled(source, range(50), name="part", key="k")]
+    originals = [(path / "data.mdb").read_bytes() for path in paths]
+
+    def read_all() -> None:
+        found = 0
+        for seed in range(60):
+            rng, path = random.Random(seed), paths[seed % 2]
+            (path / "data.mdb").write_bytes(originals[seed % 2])
+            hostile.damage(path / "data.mdb", rng)
+            catalog.stores(cache_dir)
+            for read in (catalog.verify, catalog.describe):
+                try:
+                    read(path)
+                except errors.StoreError:
+                    found += read is catalog.verify
+        assert found > 30
+
+    process = FORK.Process(target=read_all)
+    process.start()
+    process.join()
+    assert process.exitcode == 0  # neither another error, nor a signal
 
 
 # ---------------------------------------------------------------------------------------------- removal

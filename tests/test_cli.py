@@ -193,10 +193,15 @@ def test_ls_and_info(project: Path, source: Source) -> None:
 
 def test_ls_on_a_narrow_terminal_loses_nothing(project: Path, source: Source) -> None:
     path = filled(source, name="a_rather_long_name_for_a_dataset_of_images", key="0123456789abcdef0123456789abcdef")
-    output = on_a_terminal("ls", columns=60)
-    first_column = "".join(line[:16].strip() for line in output.splitlines()[1:])
-    assert path.name in first_column
-    assert max(map(len, output.splitlines()[:10])) <= 60
+    with CachedDataset(source, name="another", key="k") as cached:
+        cached[0]
+        output = on_a_terminal("ls", columns=60)
+        assert f"{path.name}\n  state: complete\n  samples: 200/200\n" in output.replace(" \n", "\n")
+        assert "  used by: 1 filling" in output
+        lines = on_a_terminal("ls", columns=110).splitlines()[:-1]
+    assert max(map(len, lines)) <= 110
+    assert path.name in "".join(line.split()[0] for line in lines if line[:1].strip())
+    assert any(re.search(r"in use|filling", line) for line in lines)
 
 
 def test_verify(project: Path, source: Source) -> None:
@@ -260,6 +265,24 @@ def test_an_error_of_the_source(project: Path) -> None:
     assert as_json("ls")[0]["samples"] == 150
 
 
+def test_stage(project: Path, tmp_path: Path, cache_dir: Path) -> None:
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    for name in ("a.txt", "b.txt", "c.log"):
+        (bucket / name).write_text(name)
+    out, err = run("stage", f"file://{bucket}", "--exclude", "*.log", "--workers", "2")
+    staged = Path(out.strip())
+    assert sorted(path.name for path in staged.iterdir()) == ["a.txt", "b.txt"]
+    assert staged.parent == cache_dir / "staged" and err == ""
+    (bucket / "b.txt").unlink()
+    assert as_json("stage", f"file://{bucket}", "--exclude", "*.log", "--offline")["path"] == str(staged)
+    assert (staged / "b.txt").exists()
+    assert "nothing" in run("stage", f"file://{tmp_path}/nothing", status=1)[1]
+    assert "is not NAME=VALUE" in run("stage", "s3://bucket", "--option", "endpoint", status=2)[1]
+    assert "nosuch" in run("stage", "nosuch://bucket", status=1)[1]
+    assert run("ls")[0].startswith("no stores")
+
+
 def test_doctor(project: Path, tmp_path: Path, cache_dir: Path) -> None:
     found = {finding["what"]: finding for finding in as_json("doctor")}
     assert {"folder", "locks", "file system", "space", "page cache", "boot id", "versions"} <= set(found)
@@ -285,7 +308,7 @@ def test_it_is_a_module(project: Path, source: Source) -> None:
     assert [info["path"] for info in json.loads(done.stdout)] == [str(path)]
 
 
-def test_stage(project: Path, tmp_path: Path, cache_dir: Path) -> None:
+def test_stage_in_shards(project: Path, tmp_path: Path, cache_dir: Path) -> None:
     bucket = tmp_path / "bucket"
     (bucket / "train").mkdir(parents=True)
     for number in range(5):
@@ -302,7 +325,7 @@ def test_stage(project: Path, tmp_path: Path, cache_dir: Path) -> None:
     for arguments, message in (
         (("--shard", "2/2"), "'2/2' is not a shard"),
         (("--shard", "auto"), "auto under torchrun"),
-        (("--option", "x"), "write it as name=value"),
+        (("--option", "x"), "is not NAME=VALUE"),
     ):
         assert message in run("stage", bucket, *arguments, status=2)[1]
     assert "none of 5 files is selected" in run("stage", bucket, "--include", "*.jpg", status=1)[1]

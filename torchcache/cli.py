@@ -194,9 +194,7 @@ def prune(
 @app.command("stage")
 def run_stage(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix, gs://…, https://…, a path.")],
-    cache_dir: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="The cache folder; else $CACHE_DIR.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="As --cache-dir.")] = None,
     include: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these paths; repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Not these paths; repeatable.")] = None,
     shard: Annotated[
@@ -207,6 +205,7 @@ def run_stage(
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="For fsspec; repeatable.")] = None,
     verify: Annotated[bool, typer.Option(help="Compare with the MD5 that the store gives.")] = True,
     offline: Annotated[bool, typer.Option("--offline", help="Ask nothing; there has to be a whole copy.")] = False,
+    cache_dir: CacheDir = None,
     json: Json = False,
 ) -> None:
     """Copy files of an object store to this node's disk, and print where they are."""
@@ -215,7 +214,7 @@ def run_stage(
         options["endpoint_url"] = endpoint_url
     path = stage(
         url,
-        cache_dir,
+        folder or cache_dir,
         include=include or None,
         exclude=exclude or None,
         shard=_parsed(_shard, shard, "--shard"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def describe(path: Path) -> Description:
     Raises:
         StoreError: if there is no store, or one that cannot be read.
     """
-    with Store.look(path) as opened:
+    with _readable(path), Store.look(path) as opened:
         survey = opened.survey()
         sizes = _column_bytes(opened, survey)
         schemas = [
@@ -106,6 +107,19 @@ def describe(path: Path) -> Description:
             claimed=sum(map(len, survey.claims.values())),
             schemas=schemas,
         )
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns what reading a store runs into, which may hold anything, into our errors."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except UnsupportedSampleError as error:  # of another PyTorch
+        raise StoreUnavailableError(f"{path}: {error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError, RecursionError) as error:
+        raise CorruptStoreError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _dtype_name(column: Column) -> str:
@@ -170,7 +184,7 @@ def verify(path: Path, progress: Callable[[int, int], object] = lambda nbytes, t
         StoreError: if there is no store, or one that cannot be read.
     """
     began = time.monotonic()
-    try:
+    with _readable(path):
         with Store.look(path) as opened:
             survey = opened.survey()
             identity, schemas, seal = opened.identity, opened.schemas, opened.seal
@@ -184,12 +198,6 @@ def verify(path: Path, progress: Callable[[int, int], object] = lambda nbytes, t
         reader.apply(survey.entries)
         if seal is not None:
             _check_index(path, reader, seal)
-    except UnsupportedSampleError as error:
-        raise StoreUnavailableError(f"{path}: {error}") from error
-    except StoreError:
-        raise
-    except (ValueError, OverflowError, MemoryError) as error:
-        raise CorruptStoreError(f"{path} cannot be read ({error})") from error
     return VerifyReport(
         path=path,
         samples=survey.counters.samples,

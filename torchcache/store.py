@@ -460,7 +460,7 @@ class Store:
     def _release(self, txn: Any, owner: bytes, indices: Sequence[int]) -> None:
         claimed = txn.get(owner, db=self._dbs[b"claims"])
         if claimed is not None:
-            left = set(np.frombuffer(bytes(claimed), "<i8").tolist()) - set(indices)
+            left = set(self._claimed(claimed).tolist()) - set(indices)
             self._put_claims(txn, owner, np.array(list(left), np.int64))
 
     def disown(self, owners: Iterable[bytes]) -> None:
@@ -471,7 +471,12 @@ class Store:
 
     def _claims(self, txn: Any) -> dict[bytes, np.ndarray[Any, Any]]:
         cursor = txn.cursor(db=self._dbs[b"claims"])
-        return {bytes(owner): np.frombuffer(bytes(indices), "<i8") for owner, indices in cursor}
+        return {bytes(owner): self._claimed(indices) for owner, indices in cursor}
+
+    def _claimed(self, record: Any) -> np.ndarray[Any, Any]:
+        if len(record) % 8:
+            raise CorruptStoreError(f"{self.path}: a claim of {len(record)} bytes is not one of whole indices")
+        return np.frombuffer(bytes(record), "<i8")
 
     def _put_claims(self, txn: Any, owner: bytes, indices: np.ndarray[Any, Any]) -> None:
         if len(indices):

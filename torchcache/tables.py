@@ -19,6 +19,7 @@ from torchcache.catalog import Description, Pruned, StoreInfo, VerifyReport
 from torchcache.doctor import Finding
 
 PIPE_WIDTH = 10_000  # columns where there is no terminal: nothing is wrapped or cut
+NAME_WIDTH = 20  # columns that a name has at least
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -75,18 +76,19 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
-def parse_option(text: str) -> tuple[str, str | int | bool]:
-    """A name and its value from ``name=value``; numbers, ``true`` and ``false`` are not text.
+def parse_option(text: str) -> tuple[str, Any]:
+    """Name and value of ``name=value``; the value is JSON if it can be, else the text itself.
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if there is no name.
     """
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise ValueError(f"{text!r} is not an option; write it as name=value")
-    if value in ("true", "false"):
-        return name, value == "true"
-    return name, int(value) if re.fullmatch(r"-?\d+", value) else value
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -118,30 +120,39 @@ def ago(moment: float) -> str:
     return f"{int(seconds)} s ago" if seconds < 60 else f"{duration(seconds)} ago"
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> Table:
-    """A table whose cells are folded where the terminal is too narrow, never cut.
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> Table | str:
+    """A table; on a terminal that is too narrow for it first with names in several lines, then as a list.
 
     Args:
         headings: of the columns.
         rows: the cells.
         numbers: the columns that are aligned on the right.
     """
-    made = Table(box=box.SIMPLE_HEAD, show_header=any(headings), show_edge=False, pad_edge=False)
+    wide = Table(box=box.SIMPLE_HEAD, show_header=any(headings), show_edge=False, pad_edge=False, padding=(0, 1))
     for i, heading in enumerate(headings):
-        made.add_column(
+        wide.add_column(
             heading,
-            justify="right" if i in set(numbers) else "left",
+            justify="right" if i in numbers else "left",
             overflow="fold",
-            min_width=16 if i == 0 else min(len(heading), 4),
+            min_width=NAME_WIDTH if i == 0 else None,
+            no_wrap=i > 0,
         )
     for row in rows:
-        made.add_row(*map(escaped, row))
-    return made
+        wide.add_row(*map(escaped, row))
+    longest = max((len(row[0]) for row in rows), default=0)
+    needed = Console(width=PIPE_WIDTH).measure(wide).maximum - max(0, longest - NAME_WIDTH)
+    if needed <= console().width:
+        return wide
+    lines = []
+    for name, *cells in rows:
+        pairs = [(heading, cell) for heading, cell in zip(headings[1:], cells, strict=True) if cell]
+        lines += [name, *(f"  {heading}: {cell}" if heading else f"  {cell}" for heading, cell in pairs)]
+    return escaped("\n".join(lines))
 
 
 def escaped(text: str) -> str:
     """Text in which rich sees no markup, and a terminal no commands."""
-    return "".join(c if c.isprintable() else "?" for c in text).replace("[", r"\[")
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text).replace("[", r"\[")
 
 
 def stores(infos: Sequence[StoreInfo], cache_dir: Path) -> Iterable[Table | str]:
