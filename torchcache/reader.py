@@ -27,6 +27,7 @@ from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead, co
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.flatten import GRAIN_ELEMENTS
+from torchcache.readahead import ReadAhead
 from torchcache.schema import Schema
 from torchcache.store import LogEntry, Seal
 
@@ -136,6 +137,8 @@ class Reader:
         self.map: mmap.mmap | None = None
         self._fd = self._opened(marks)
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._address = 0  # of the map in memory
+        self._ahead = ReadAhead()
         self._windows: dict[Column, torch.Tensor] = {}
         self._places = _Places(
             [],
@@ -351,7 +354,10 @@ class Reader:
         if c in rows.table.dense:
             found = _select(rows.table.dense[c][1], rows.rows, out)
             return found if dtype is found.dtype else found.view(dtype)
-        return self._gather_at(column, dtype, rows.table.columns[c].index_select(0, rows.rows), out)
+        offsets = rows.table.columns[c].index_select(0, rows.rows)
+        if self._ahead.is_due():
+            self._announce(offsets.numpy() * column.unit, column.stride)
+        return self._gather_at(column, dtype, offsets, out)
 
     def only_table(self) -> Table | None:
         """The table of all samples, in their order, if the store is sealed and has but one schema."""
@@ -367,6 +373,46 @@ class Reader:
         if c in table.dense:
             return found.clone().view(dtype)
         return self._gather_at(column, dtype, found, None)
+
+    def announce(self, indices: Sequence[int]) -> None:
+        """Says that these samples are about to be read one by one; see ``readahead``."""
+        if len(indices) > 1 and self._ahead.is_due():
+            rows = self.find(indices)
+            if rows is not None:
+                self._announce_rows(rows)
+
+    def announce_rows(self, rows: Rows) -> None:
+        """The same, given their rows."""
+        if self._ahead.is_due():
+            self._announce_rows(rows)
+
+    def announce_places(self, table: Table, places: Sequence[torch.Tensor]) -> None:
+        """Says that samples whose places were looked up are about to be taken."""
+        if self._ahead.is_due():
+            self._announce_places(table, places)
+
+    def _announce_rows(self, rows: Rows) -> None:
+        self._announce_places(rows.table, [rows.table.look_up(c, rows.rows) for c in range(len(rows.table.columns))])
+
+    def _announce_places(self, table: Table, places: Sequence[torch.Tensor]) -> None:
+        for c, (column, found) in enumerate(zip(table.schema.columns, places, strict=True)):
+            if c in table.dense or not column.stride:
+                continue
+            starts = found.numpy() * column.unit
+            self._announce(starts, column.stride)
+            if column.shape is None:
+                try:
+                    records = [self._record(column, start) for start in starts.tolist()]
+                except (CorruptStoreError, struct.error):
+                    return
+                sizes = np.asarray([column.nbytes(record[1:]) for record in records])
+                self._announce(starts + np.asarray([record[0] for record in records]), sizes)
+
+    def _announce(self, starts: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any] | int) -> None:
+        size = len(self._mapped(1))
+        # What is damaged is found out when it is read.
+        if len(starts) and starts.min() >= 0 and (starts + nbytes).max() <= size:
+            self._ahead.announce(self._mapped(1), self._address, starts, nbytes)
 
     def _gather_at(
         self, column: Column, dtype: torch.dtype, offsets: torch.Tensor, out: torch.Tensor | None
@@ -438,6 +484,7 @@ class Reader:
                 return
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
             self.map = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._address = torch.frombuffer(self.map, dtype=torch.uint8).data_ptr()
         except StoreError:
             raise
         except (OSError, ValueError) as error:
