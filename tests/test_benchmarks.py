@@ -25,6 +25,7 @@ NODES = ("nodes", "--samples", 4096, "--sample-bytes", 4096, "--batch-size", 8, 
 SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, "--nodes", 2, "--no-download")
 OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1, "--workers", 2, "--latency-ms", 1)
 COLD = ("cold", "--sizes-kb", 4, 64, "--file-mb", 2, "--turn-mb", 1, "--batch-size", 8, "--batches", 4, "--rounds", 1)
+OPEN = ("open", "--samples", 100, 3000, "--rounds", 1)
 
 Run = tuple[str, dict[str, Any]]
 
@@ -93,6 +94,7 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "resnet": (*RESNET, "--compare", "--uint8", "--image-folder", images(folders["images"])),
         "shuffles": (*SHUFFLES, *data),
         "cold": COLD,
+        "open": OPEN,
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -183,3 +185,9 @@ def test_cold_pages(runs: dict[str, Future[Run]], folders: dict[str, Path]) -> N
     for size in numbers["sizes"].values():
         assert {"map", "read-ahead", "pread", "sequential"} < set(size["seconds"])
     assert not list((folders["cold"] / "cache").iterdir())
+
+
+def test_opening(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["open"].result()
+    assert "3,000 / 100 samples" in output
+    assert {name: len(times) for name, times in numbers["runs"].items()} == {"100": 1, "3000": 1}
