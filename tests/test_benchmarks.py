@@ -24,6 +24,8 @@ RESNET = ("resnet50_cifar10", "--limit", 16, "--epochs", 2, "--batch-size", 8, "
 NODES = ("nodes", "--samples", 4096, "--sample-bytes", 4096, "--batch-size", 8, "--rounds", 1)
 SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, "--nodes", 2, "--no-download")
 OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1, "--workers", 2, "--latency-ms", 1)
+COLD = ("cold", "--sizes-kb", 4, 64, "--file-mb", 2, "--turn-mb", 1, "--batch-size", 8, "--batches", 4, "--rounds", 1)
+OPEN = ("open", "--samples", 100, 3000, "--rounds", 1)
 
 Run = tuple[str, dict[str, Any]]
 
@@ -47,7 +49,19 @@ def run(folder: Path, script: str, *options: object) -> Run:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder for each program; the one of the comparison holds somebody else's store already."""
-    names = ("data", "uncached", "compared", "reads", "kills", "nodes", "shuffles", "images", "resnet", "objects")
+    names = (
+        "data",
+        "uncached",
+        "compared",
+        "reads",
+        "kills",
+        "nodes",
+        "shuffles",
+        "images",
+        "resnet",
+        "objects",
+        "cold",
+    )
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     foreign = folders["compared"] / "cache" / "mnist-train-0"
     foreign.mkdir(parents=True)
@@ -79,6 +93,8 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "objects": (*OBJECTS, "--price-per-1000", 0.5),
         "resnet": (*RESNET, "--compare", "--uint8", "--image-folder", images(folders["images"])),
         "shuffles": (*SHUFFLES, *data),
+        "cold": COLD,
+        "open": OPEN,
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -160,3 +176,18 @@ def test_object_store(runs: dict[str, Future[Run]]) -> None:
     assert requests == {"without": [64], "with": [64, 0]}
     assert numbers["cost_of_ten_epochs"] == {"without": 0.32, "with": 0.032}
     assert "10 epochs with the cache: 64 requests, which cost 0.032000" in output
+
+
+def test_cold_pages(runs: dict[str, Future[Run]], folders: dict[str, Path]) -> None:
+    output, numbers = runs["cold"].result()
+    assert "around a page fault" in output
+    assert set(numbers["sizes"]) == {"4 KB", "64 KB"}
+    for size in numbers["sizes"].values():
+        assert {"map", "read-ahead", "pread", "sequential"} < set(size["seconds"])
+    assert not list((folders["cold"] / "cache").iterdir())
+
+
+def test_opening(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["open"].result()
+    assert "3,000 / 100 samples" in output
+    assert {name: len(times) for name, times in numbers["runs"].items()} == {"100": 1, "3000": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -189,6 +190,65 @@ def test_blocks_are_checked_after_a_restart_of_the_machine(
     monkeypatch.setattr(stores, "boot_id", lambda: b"one more")
     with pytest.warns(CacheBypassWarning, match=r"checksum.*cached anew"):
         check(CachedDataset(source))
+
+
+def test_an_index_is_checked_after_a_restart_of_the_machine(
+    cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = CachedDataset(source)
+    list(DataLoader(cached, batch_size=50))
+    opened = cached._connection.open()
+    assert opened is not None
+    assert opened.store.seal is not None
+    end = opened.store.seal.offset + opened.store.seal.nbytes
+    with open(cached.path / "data.mdb", "r+b") as file:  # not closed, so not synced
+        file.seek(end - 8)
+        file.write(b"\xff" * 8)
+    del opened, cached
+    gc.collect()
+    stores._open_stores.clear()
+    monkeypatch.setattr(stores, "boot_id", lambda: b"the next one")
+    with pytest.warns(CacheBypassWarning, match=r"index does not match its checksum.*cached anew"):
+        check(CachedDataset(source))
+
+
+def test_opening_looks_at_no_sample(cache_dir: Path, source: Source) -> None:
+    """Neither time nor memory of opening a sealed store depends on how many samples it has."""
+    filled(source).close()
+    opened = CachedDataset(source)._connection.open()
+    assert opened is not None
+    places = opened.reader._places
+    assert (places.schema_of, places.row_of) == (None, None)
+    assert places.only is not None
+    start = opened.reader._address
+    assert all(
+        start <= values.data_ptr() < start + len(opened.reader.map or b"")
+        for values in [
+            *(column for column in places.only.columns if len(column)),
+            *(values for _, values in places.only.dense.values()),
+        ]
+    )
+
+
+def test_numbers_of_the_index_are_checked_when_they_are_used(cache_dir: Path, tmp_path: Path) -> None:
+    """Of samples with two structures: schema numbers, then rows, that there are not."""
+    source = Source(LENGTH, tmp_path / "reads", lambda i: torch.full((2 + i % 2,), i) if i % 3 else (i,))
+    for number, position in (("ff", 128), ("7f", 128 + 4 * LENGTH // 64 * 64 + 64)):
+        cached = filled(source, key=number)
+        opened = cached._connection.open()
+        assert opened is not None
+        assert opened.store.seal is not None
+        offset = opened.store.seal.offset
+        cached.close()
+        del opened
+        with open(cached.path / "data.mdb", "r+b") as file:
+            file.seek(offset + position)
+            file.write(bytes.fromhex(number) * 256)
+        cached = CachedDataset(source, key=number)
+        with pytest.warns(CacheBypassWarning, match=r"the index names .*read from the source"):
+            assert_same([cached[i] for i in range(LENGTH)], [source.make(i) for i in range(LENGTH)])
+        with pytest.raises(errors.CorruptStoreError, match="the index names"):
+            list(DataLoader(CachedDataset.open(cached.path), batch_size=1))
 
 
 def test_damage_that_shows_while_training(cache_dir: Path, tmp_path: Path) -> None:

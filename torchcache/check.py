@@ -73,9 +73,11 @@ def check_samples(count: int, reader: Reader, source: Source, *, length: int, pa
         StaleCacheError: if one differs.
         RandomSampleError: if the source draws random numbers.
     """
-    cached = np.setdiff1d(np.arange(length), reader.all_missing(), assume_unique=True)
+    missing = reader.all_missing()
+    cached = np.setdiff1d(np.arange(length), missing, assume_unique=True) if len(missing) else length
+    most = cached if isinstance(cached, int) else len(cached)
     # A generator of its own, seeded by the system: training must draw what it draws without the cache.
-    chosen = np.random.default_rng().choice(cached, min(count, len(cached)), replace=False)
+    chosen = np.random.default_rng().choice(cached, min(count, most), replace=False)
     for index in sorted(chosen.tolist()):
         read = source.read([index])
         if isinstance(read.error, RandomSampleError) or not isinstance(read.error, Exception | None):

@@ -105,6 +105,7 @@ def batch_of(reader: Reader, rows: Rows) -> list[Any]:
     make = shortcut(schema)
     if make is not None:
         return [Gathered(make([reader.gather(rows, c, shared=shared) for c in range(len(schema.columns))]))]
+    reader.announce_rows(rows)
     fill, parts = _outline(schema)
     return [fill([_part(reader, rows, part, shared) for part in parts])]
 

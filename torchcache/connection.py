@@ -141,7 +141,7 @@ class Connection:
         if not self._settings.trust:
             folder.refuse_strangers(self.path)
         opened = self._open_store()
-        reader = Reader(opened.data_path, opened.identity.length, opened.schemas)
+        reader = Reader(opened.data_path, opened.identity.length, opened.schemas, seal=opened.seal)
         filler = Filler(
             opened,
             reader,
@@ -151,9 +151,7 @@ class Connection:
             on_unsupported=self._settings.on_unsupported,
             claim_timeout_s=self._settings.claim_timeout_s,
         )
-        if opened.seal is not None:
-            reader.load_index(opened.seal)
-        else:
+        if opened.seal is None:
             filler.refresh()
             filler.seal()
         known = reader.count

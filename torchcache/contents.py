@@ -233,7 +233,7 @@ def _check_index(path: Path, reader: Reader, seal: Seal) -> None:
     stored = reader.bytes_at(seal.offset, seal.nbytes)
     if stored[HEAD_BYTES:] != reader.pack_index()[HEAD_BYTES:]:
         raise CorruptStoreError(f"{path}: the index is not that of the log")
-    reader.load_index(seal)
+    reader.load_index(seal, verify=True)
 
 
 def compare(path: Path, dataset: Any, count: int | None = None) -> int:

@@ -371,6 +371,8 @@ class CachedDataset(Dataset[Any]):
                 return stacked
         if self.transform is None and len(samples) == len(order):
             return [samples[index] for index in order]
+        if cache is not None and not samples:
+            cache.reader.announce(order)
         return [self._finished(index, samples, cache) for index in order]
 
     def _fetch(self, wanted: list[int]) -> tuple[Fetched, Cache | None]:

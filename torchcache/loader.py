@@ -101,6 +101,10 @@ class _Gather:
         rows = indices if self._subset is None else self._subset[indices]
         return _Found(rows, [self._table.look_up(c, rows) for c in range(len(self._table.schema.columns))])
 
+    def announce(self, found: _Found, first: int, last: int) -> None:
+        """Says that the batch of these samples is wanted soon."""
+        self._reader.announce_places(self._table, [part[first:last] for part in found.places])
+
     def batch(self, found: _Found, first: int, last: int) -> Any:
         """The batch of some of the samples that were looked up."""
         try:
@@ -166,15 +170,19 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
                 yield _bound(fetcher.fetch, indices)
             else:
                 dataset._hits += len(wanted)
-                yield _bound(gather.batch, gather.look_up(wanted), 0, len(wanted))
+                found = gather.look_up(wanted)
+                gather.announce(found, 0, len(wanted))
+                yield _bound(gather.batch, found, 0, len(wanted))
         return
     size = loader.batch_size
     assert size is not None  # a known order has one
     for chunk in order:
         found = gather.look_up(chunk)
+        gather.announce(found, 0, size)
         for first in range(0, len(chunk), size):
             last = min(first + size, len(chunk))
             dataset._hits += last - first
+            gather.announce(found, last, last + size)  # the disk works while this one is used
             yield _bound(gather.batch, found, first, last)
 
 

@@ -27,6 +27,7 @@ from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead, co
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.flatten import GRAIN_ELEMENTS
+from torchcache.readahead import ReadAhead
 from torchcache.schema import Schema
 from torchcache.store import LogEntry, Seal
 
@@ -103,18 +104,41 @@ class _Places:
         schema_of: per sample its schema, -1 for a sample that is not cached.
         row_of: per sample its row in that schema's table.
         only: instead of these two, the one table of a sealed store with one schema: every sample's row is its index.
+        sealed: they are an index's, which is of all samples and whose numbers nobody has looked at.
     """
 
     tables: list[Table]
     schema_of: torch.Tensor | None
     row_of: torch.Tensor | None
     only: Table | None = None
+    sealed: bool = False
 
     def place(self, index: int) -> tuple[Table, int]:
         if self.only is not None:
             return self.only, index
         assert self.schema_of is not None and self.row_of is not None
-        return self.tables[int(self.schema_of[index])], int(self.row_of[index])
+        rows = self._rows(int(self.schema_of[index]), self.row_of[index : index + 1])
+        return rows.table, int(rows.rows)
+
+    def rows(self, indices: torch.Tensor) -> Rows | None:
+        """Samples that are all cached and share a schema, else ``None``."""
+        if self.only is not None:
+            return Rows(self.only, indices)
+        assert self.schema_of is not None and self.row_of is not None
+        schema_ids = self.schema_of.index_select(0, indices)
+        first = int(schema_ids[0])
+        if (first < 0 and not self.sealed) or bool((schema_ids != first).any()):
+            return None
+        return self._rows(first, self.row_of.index_select(0, indices))
+
+    def _rows(self, schema_id: int, rows: torch.Tensor) -> Rows:
+        if self.sealed and not 0 <= schema_id < len(self.tables):
+            raise CorruptStoreError(f"the index names schema {schema_id}, which there is not")
+        table = self.tables[schema_id]
+        # As unsigned numbers the negative ones are large: one comparison for both ends.
+        if self.sealed and rows.numpy().view(np.uint64).max() >= table.count:
+            raise CorruptStoreError("the index names a row that there is not")
+        return Rows(table, rows)
 
 
 class Reader:
@@ -124,10 +148,16 @@ class Reader:
         path: the data file. It is opened at once.
         length: number of samples of the dataset.
         schemas: the store's schemas; a list that grows.
+        seal: of a complete store: its index is loaded, without memory or time for each sample.
         marks: whether this is a use of the store (``folder.mark_used``), or only a look at it.
+
+    Raises:
+        CorruptStoreError: if the index is not what the seal says.
     """
 
-    def __init__(self, path: Path, length: int, schemas: list[Schema], *, marks: bool = True) -> None:
+    def __init__(
+        self, path: Path, length: int, schemas: list[Schema], *, seal: Seal | None = None, marks: bool = True
+    ) -> None:
         self._path = path
         self._length = length
         self._schemas = schemas
@@ -136,20 +166,26 @@ class Reader:
         self.map: mmap.mmap | None = None
         self._fd = self._opened(marks)
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._address = 0  # of the map in memory
+        self._ahead = ReadAhead()
         self._windows: dict[Column, torch.Tensor] = {}
-        self._places = _Places(
-            [],
-            torch.full((length,), -1, dtype=torch.int32, device=_CPU),
-            torch.zeros(length, dtype=torch.int64, device=_CPU),
-        )
+        if seal is None:
+            self._places = _Places(
+                [],
+                torch.full((length,), -1, dtype=torch.int32, device=_CPU),
+                torch.zeros(length, dtype=torch.int64, device=_CPU),
+            )
+        else:
+            self.load_index(seal)
 
     # -- the log and the index ---------------------------------------------------------------------------
 
     def apply(self, entries: Sequence[LogEntry]) -> None:
         """Learns of blocks, in the order of the log."""
         places = self._places
-        if places.schema_of is None or places.row_of is None:
+        if places.sealed:
             return
+        assert places.schema_of is not None and places.row_of is not None
         for entry in entries:
             if entry.sequence < self.sequence:
                 continue
@@ -169,7 +205,7 @@ class Reader:
     def missing(self, indices: Sequence[int]) -> list[int]:
         """Those of the indices that are not cached."""
         schema_of = self._places.schema_of
-        if schema_of is None:
+        if self._places.sealed or schema_of is None:
             return []
         wanted = np.asarray(indices, np.int64)
         return wanted[schema_of.numpy()[wanted] < 0].tolist()  # type: ignore[no-any-return]
@@ -177,7 +213,9 @@ class Reader:
     def all_missing(self) -> np.ndarray[Any, Any]:
         """Every index that is not cached, in ascending order."""
         schema_of = self._places.schema_of
-        return np.empty(0, np.int64) if schema_of is None else np.flatnonzero(schema_of.numpy() < 0)
+        return (
+            np.empty(0, np.int64) if self._places.sealed or schema_of is None else np.flatnonzero(schema_of.numpy() < 0)
+        )
 
     def pack_index(self) -> bytearray:
         """The index of a complete store: what ``load_index`` reads. docs/format.md is the specification."""
@@ -203,8 +241,13 @@ class Reader:
         body += bytes(max(0, PAGE_BYTES - len(body)))
         return bytearray(BlockHead.of(len(tables), self._length & 0xFFFFFFFF, body).pack() + body)
 
-    def load_index(self, seal: Seal) -> None:
+    def load_index(self, seal: Seal, *, verify: bool = False) -> None:
         """Takes a sealed store's index straight from the map.
+
+        Args:
+            seal: where it lies.
+            verify: compare the checksum, which takes time in proportion to the dataset. Without it, each number is
+                checked when it is used.
 
         Raises:
             CorruptStoreError: if it is not what the seal says.
@@ -212,9 +255,9 @@ class Reader:
         self._map_whole()
         value = self.bytes_at(seal.offset, seal.nbytes)
         head = BlockHead.read(value)
-        if (head.block_id, head.nbytes) != (seal.block_id, seal.nbytes) or head.checksum_of(
-            value[HEAD_BYTES:]
-        ) != head.checksum:
+        if (head.block_id, head.nbytes) != (seal.block_id, seal.nbytes) or (
+            verify and head.checksum_of(value[HEAD_BYTES:]) != head.checksum
+        ):
             raise CorruptStoreError(f"{self._path}: the index is damaged")
         try:
             self._unpack_index(self._mapped(0), seal)
@@ -245,7 +288,6 @@ class Reader:
             schema_of = torch.from_numpy(take(length, "<i4"))
             position = _padded(position)
             row_of = torch.from_numpy(take(length, "<i8"))
-            _check_rows(schema_of, row_of, counts)
         tables = [Table(schema) for schema in self._schemas[:schemas]]
         for i in used:
             columns, dense = [], {}
@@ -260,7 +302,7 @@ class Reader:
                     columns.append(torch.from_numpy(take(counts[i], "<i8")))
             tables[i] = Table(self._schemas[i], columns, counts[i])
             tables[i].dense = dense
-        self._places = _Places(tables, schema_of, row_of, tables[used[0]] if len(used) == 1 else None)
+        self._places = _Places(tables, schema_of, row_of, tables[used[0]] if len(used) == 1 else None, True)
         self.count = length
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -271,25 +313,17 @@ class Reader:
         Returns:
             ``None`` if some are not cached, are of different schemas, or are not indices ``0 <= i < length``.
         """
-        places = self._places
         if type(indices) is list and indices and type(indices[0]) is int and not self.holds(indices[0]):
             return None  # so it is in the epoch that fills: do not look at all of them
         wanted = as_indices(indices, self._length)
-        if wanted is None:
-            return None
-        if places.only is not None:
-            return Rows(places.only, wanted)
-        assert places.schema_of is not None and places.row_of is not None
-        schema_ids = places.schema_of.index_select(0, wanted)
-        first = int(schema_ids[0])
-        if first < 0 or bool((schema_ids != first).any()):
-            return None
-        return Rows(places.tables[first], places.row_of.index_select(0, wanted))
+        return None if wanted is None else self._places.rows(wanted)
 
     def holds(self, index: int) -> bool:
         """Whether this is the index, not counted from the end, of a cached sample."""
-        schema_of = self._places.schema_of
-        return 0 <= index < self._length and (schema_of is None or bool(schema_of.numpy()[index] >= 0))
+        places = self._places
+        return 0 <= index < self._length and (
+            places.sealed or bool(places.schema_of.numpy()[index] >= 0)  # type: ignore[union-attr]
+        )
 
     def values(self, index: int, copy: bool) -> tuple[Schema, list[Any]]:
         """The schema and the leaves of a cached sample; views of the map if not ``copy``."""
@@ -304,11 +338,12 @@ class Reader:
         """Makes one leaf of a sample."""
         column = table.schema.columns[c]
         shape = column.shape
-        if c in table.dense:
-            offset = table.dense[c][0] + row * column.stride
-        else:
-            offset = int(table.columns[c][row]) * column.unit
+        offset = -1
         try:
+            if c in table.dense:
+                offset = table.dense[c][0] + row * column.stride
+            else:
+                offset = int(table.columns[c][row]) * column.unit
             if shape is None:
                 record = self._record(column, offset)
                 offset, shape = offset + record[0], record[1:]
@@ -316,7 +351,7 @@ class Reader:
             if offset < 0:
                 raise CorruptStoreError(f"{self._path}: a sample lies before the file's beginning")
             return column.decode(self._mapped(offset + nbytes), offset, shape, copy)
-        except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, struct.error) as error:
+        except (ValueError, TypeError, IndexError, OverflowError, MemoryError, RuntimeError, struct.error) as error:
             raise CorruptStoreError(f"{self._path}: a sample at byte {offset} cannot be read ({error})") from error
 
     def _record(self, column: Column, offset: int) -> tuple[int, ...]:
@@ -351,7 +386,10 @@ class Reader:
         if c in rows.table.dense:
             found = _select(rows.table.dense[c][1], rows.rows, out)
             return found if dtype is found.dtype else found.view(dtype)
-        return self._gather_at(column, dtype, rows.table.columns[c].index_select(0, rows.rows), out)
+        offsets = rows.table.columns[c].index_select(0, rows.rows)
+        if self._ahead.is_due():
+            self._announce(offsets.numpy() * column.unit, column.stride)
+        return self._gather_at(column, dtype, offsets, out)
 
     def only_table(self) -> Table | None:
         """The table of all samples, in their order, if the store is sealed and has but one schema."""
@@ -367,6 +405,46 @@ class Reader:
         if c in table.dense:
             return found.clone().view(dtype)
         return self._gather_at(column, dtype, found, None)
+
+    def announce(self, indices: Sequence[int]) -> None:
+        """Says that these samples are about to be read one by one; see ``readahead``."""
+        if len(indices) > 1 and self._ahead.is_due():
+            rows = self.find(indices)
+            if rows is not None:
+                self._announce_rows(rows)
+
+    def announce_rows(self, rows: Rows) -> None:
+        """The same, given their rows."""
+        if self._ahead.is_due():
+            self._announce_rows(rows)
+
+    def announce_places(self, table: Table, places: Sequence[torch.Tensor]) -> None:
+        """Says that samples whose places were looked up are about to be taken."""
+        if self._ahead.is_due():
+            self._announce_places(table, places)
+
+    def _announce_rows(self, rows: Rows) -> None:
+        self._announce_places(rows.table, [rows.table.look_up(c, rows.rows) for c in range(len(rows.table.columns))])
+
+    def _announce_places(self, table: Table, places: Sequence[torch.Tensor]) -> None:
+        for c, (column, found) in enumerate(zip(table.schema.columns, places, strict=True)):
+            if c in table.dense or not column.stride:
+                continue
+            starts = found.numpy() * column.unit
+            self._announce(starts, column.stride)
+            if column.shape is None:
+                try:
+                    records = [self._record(column, start) for start in starts.tolist()]
+                except (CorruptStoreError, struct.error):
+                    return
+                sizes = np.asarray([column.nbytes(record[1:]) for record in records])
+                self._announce(starts + np.asarray([record[0] for record in records]), sizes)
+
+    def _announce(self, starts: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any] | int) -> None:
+        size = len(self._mapped(1))
+        # What is damaged is found out when it is read.
+        if len(starts) and starts.min() >= 0 and (starts + nbytes).max() <= size:
+            self._ahead.announce(self._mapped(1), self._address, starts, nbytes)
 
     def _gather_at(
         self, column: Column, dtype: torch.dtype, offsets: torch.Tensor, out: torch.Tensor | None
@@ -438,6 +516,7 @@ class Reader:
                 return
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
             self.map = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._address = torch.frombuffer(self.map, dtype=torch.uint8).data_ptr()
         except StoreError:
             raise
         except (OSError, ValueError) as error:
@@ -490,14 +569,6 @@ def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | Non
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype, device=_CPU).set_(storage).resize_(shape)
-
-
-def _check_rows(schema_of: torch.Tensor, row_of: torch.Tensor, counts: list[int]) -> None:
-    schema_ids, limits = schema_of.numpy(), np.asarray(counts)
-    if schema_ids.min() < 0 or schema_ids.max() >= len(counts):
-        raise CorruptStoreError("the index names an unknown schema")
-    if row_of.min() < 0 or (row_of.numpy() >= limits[schema_ids]).any():
-        raise CorruptStoreError("the index names a row that there is not")
 
 
 def _padded(position: int) -> int:

@@ -305,7 +305,7 @@ class Store:
         self.close()
 
     def _trust_after_restart(self, txn: Any) -> None:
-        """Checks every block if the machine was restarted before the store was synced: it may have lost pages."""
+        """Checks blocks and index if the machine was restarted before they were synced: it may have lost pages."""
         written_in = bytes(txn.get(b"boot", db=self._dbs[b"meta"], default=b""))
         if written_in and written_in != boot_id():
             self._check_blocks(txn)
@@ -625,7 +625,7 @@ class Store:
             self._environment().sync(True)
 
     def check_blocks(self) -> int:
-        """Checks every block: its place, its schema, every offset in it, its checksum.
+        """Checks every block: its place, its schema, every offset in it, its checksum; and the index's.
 
         Returns:
             The number of blocks.
@@ -643,6 +643,11 @@ class Store:
                 raise CorruptStoreError(f"{self.path}: block {entry.sequence} has an unknown schema")
             block = txn.get(_key(entry.sequence), db=self._dbs[b"blocks"])
             blocks.check(block, self.schemas[entry.head.schema_id], checksum=True)
+        if self.seal is not None:
+            index = txn.get(b"index", db=self._dbs[b"index"], default=b"")
+            head = BlockHead.read(index)
+            if head.block_id != self.seal.block_id or head.checksum_of(index[HEAD_BYTES:]) != head.checksum:
+                raise CorruptStoreError(f"{self.path}: the index does not match its checksum")
         return len(entries)
 
 
