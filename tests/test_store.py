@@ -17,7 +17,7 @@ import torch
 from helpers import Source, as_root, assert_same, image_and_label, mounted
 from torch.utils.data import DataLoader
 
-from torchcache import CacheBypassWarning, CachedDataset, buffer, errors
+from torchcache import CacheBypassWarning, CachedDataset, buffer, errors, reader
 from torchcache import store as stores
 from torchcache.store import Store
 
@@ -230,8 +230,26 @@ def test_opening_looks_at_no_sample(cache_dir: Path, source: Source) -> None:
     )
 
 
-def test_numbers_of_the_index_are_checked_when_they_are_used(cache_dir: Path, tmp_path: Path) -> None:
-    """Of samples with two structures: schema numbers, then rows, that there are not."""
+def test_the_checksum_of_a_small_index(cache_dir: Path, source: Source) -> None:
+    cached = filled(source)
+    opened = cached._connection.open()
+    assert opened is not None
+    assert opened.store.seal is not None
+    offset = opened.store.seal.offset
+    cached.close()
+    del opened
+    with open(cached.path / "data.mdb", "r+b") as file:
+        file.seek(offset + 128)
+        file.write(b"\1")
+    with pytest.warns(CacheBypassWarning, match=r"index is damaged.*kept as .*cached anew"):
+        check(CachedDataset(source))
+
+
+def test_numbers_of_the_index_are_checked_when_they_are_used(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples with two structures: schema numbers, then rows, that there are not; as in a large index."""
+    monkeypatch.setattr(reader, "VERIFIED_BYTES", 0)
     source = Source(LENGTH, tmp_path / "reads", lambda i: torch.full((2 + i % 2,), i) if i % 3 else (i,))
     for number, position in (("ff", 128), ("7f", 128 + 4 * LENGTH // 64 * 64 + 64)):
         cached = filled(source, key=number)

@@ -36,6 +36,7 @@ _FIRST_ROWS = 1024
 _CPU = torch.device("cpu")  # said each time: the user may have set another default
 _NO_OFFSETS = torch.empty(0, dtype=torch.int64, device=_CPU)
 DENSE_BYTES = 8  # the size of an offset
+VERIFIED_BYTES = 4 << 20  # the checksum of an index so large takes a few milliseconds at each start
 _INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
 # Copied bits are bits: which dtype carries them does not matter, only how many bytes it has.
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -176,7 +177,7 @@ class Reader:
                 torch.zeros(length, dtype=torch.int64, device=_CPU),
             )
         else:
-            self.load_index(seal)
+            self.load_index(seal, verify=seal.nbytes <= VERIFIED_BYTES)
 
     # -- the log and the index ---------------------------------------------------------------------------
 
