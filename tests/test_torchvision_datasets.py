@@ -20,6 +20,7 @@ from torchvision import datasets as tv
 from torchvision.transforms import v2
 
 from torchcache import CachedDataset
+from torchcache.source import batched_read
 
 COUNT = 5  # samples of a dataset
 to_tensor = v2.PILToTensor()
@@ -423,7 +424,9 @@ def check(bare: Any, folder: Path) -> None:
                     assert_same(list(batches(cached, collate, num_workers)), expected)
                 cached.fill(progress=False)
             assert_same([cached[i] for i in range(COUNT)], items)
-            assert cached.stats.source_reads == COUNT
+            # Where there are two ways to read a sample, each process may read one of them both ways.
+            twice = 0 if batched_read(bare) is None else max(num_workers, 1)
+            assert COUNT <= cached.stats.source_reads <= COUNT + twice
             cached.close()
 
 
