@@ -6,7 +6,7 @@ import csv
 import json
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -402,14 +402,14 @@ def as_batches(items: list[Any], collate: Any) -> list[Any] | Exception:
         return error
 
 
-def check(bare: Any, folder: Path) -> None:
+def check(bare: Any, folder: Path, workers: Sequence[int] = (0, 2)) -> None:
     items = [bare[i] for i in range(len(bare))]
     assert len(items) == COUNT
     for collate in (default_collate, list):
         expected = as_batches(items, collate)
         fails = isinstance(expected, Exception)
         # An error with workers is tests/test_dataset.py's; here it would take seconds to end them.
-        for num_workers in (0,) if fails else (0, 2):
+        for num_workers in (0,) if fails else workers:
             cached = CachedDataset(bare, cache_dir=folder, key=f"{collate.__name__}-{num_workers}")
             for state in ("cold", "half-filled", "warm"):
                 if state == "half-filled":
