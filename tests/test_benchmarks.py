@@ -26,6 +26,7 @@ SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, 
 OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1, "--workers", 2, "--latency-ms", 1)
 COLD = ("cold", "--sizes-kb", 4, 64, "--file-mb", 2, "--turn-mb", 1, "--batch-size", 8, "--batches", 4, "--rounds", 1)
 OPEN = ("open", "--samples", 100, 3000, "--rounds", 1)
+FINGERPRINT = ("fingerprint", "--paths", 2000, "--rounds", 1, "--no-download")
 
 Run = tuple[str, dict[str, Any]]
 
@@ -61,6 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "resnet",
         "objects",
         "cold",
+        "fingerprint",
     )
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     foreign = folders["compared"] / "cache" / "mnist-train-0"
@@ -86,6 +88,7 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
     plot = ("--plot", folders["compared"] / "epochs.png")
     programs: dict[str, tuple[Any, ...]] = {
         "uncached": (*LENET, *data),
+        "fingerprint": (*FINGERPRINT, *data),
         "kills": KILLS,
         "compared": (*LENET, "--compare", *data, *plot),
         "reads": (*READS, *data),
@@ -191,3 +194,9 @@ def test_opening(runs: dict[str, Future[Run]]) -> None:
     output, numbers = runs["open"].result()
     assert "3,000 / 100 samples" in output
     assert {name: len(times) for name, times in numbers["runs"].items()} == {"100": 1, "3000": 1}
+
+
+def test_the_fingerprint(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["fingerprint"].result()
+    assert "2,000 paths" in output
+    assert len(set(numbers["keys"].values())) == len(numbers["seconds"]) == 4

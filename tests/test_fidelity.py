@@ -10,10 +10,12 @@ import enum
 import fractions
 import json
 import pathlib
+import pickle
 import sys
 import types
 import uuid
 import warnings
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,38 @@ def test_batches_are_those_of_the_bare_dataset(cache_dir: Path, make: Any) -> No
             with pytest.raises(type(error)):
                 list(DataLoader(cached, batch_size=2))
         cached.fill(progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning", "ignore:Sparse B:UserWarning")
+def test_half_filled_stores_with_workers(cache_dir: Path) -> None:
+    """All types in one dataset, of which every other sample is cached."""
+    crossing = {name: make for name, make in TYPES.items() if crosses_processes(make(0))}
+    assert len(crossing) > 0.9 * len(TYPES)
+    source = [make(i) for make in crossing.values() for i in range(3)]
+    expected = [make(i) for make in crossing.values() for i in range(3)]
+    cached = CachedDataset(source, key="k")
+    for i in range(0, len(source), 2):
+        cached[i]
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(1)).tolist()
+    settings: dict[str, Any] = {"batch_size": 5, "sampler": order, "num_workers": 2, "collate_fn": as_list}
+    bare = [as_bare(sample) for batch in DataLoader(expected, **settings) for sample in batch]  # type: ignore[arg-type]
+    for _ in range(2):
+        assert_same([as_bare(sample) for batch in DataLoader(cached, **settings) for sample in batch], bare)
+        assert cached.stats.samples_cached == len(source)
+    assert cached.stats.source_reads == len(source)
+
+
+def as_list(samples: Any) -> Any:
+    return samples
+
+
+def crosses_processes(sample: Any) -> bool:
+    """Whether PyTorch can send it from a worker: one that cannot be sent fails without the cache as well."""
+    try:
+        pickle.loads(bytes(ForkingPickler.dumps(sample)))
+    except Exception:
+        return False
+    return True
 
 
 def collated(source: list[Any]) -> tuple[list[Any], Exception | None]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import multiprocessing
 import os
 import pickle
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import Source, assert_same, image_and_label
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import torchcache
 from torchcache import CacheBypassWarning, CachedDataset, StaleCacheError, UnsupportedSampleError
@@ -205,18 +208,83 @@ def unchanged(batch: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore::torchcache.CacheBypassWarning")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_source_that_collates_is_passed_through(cache_dir: Path, tmp_path: Path, num_workers: int) -> None:
+@pytest.mark.parametrize("singly_first", [False, True])
+def test_a_source_that_collates_is_passed_through(
+    cache_dir: Path, tmp_path: Path, num_workers: int, singly_first: bool
+) -> None:
     source = Collating(20, tmp_path / "reads")
-    cached = CachedDataset(source, key="k")
     kwargs: Any = {"batch_size": 5, "collate_fn": unchanged, "num_workers": num_workers}
     bare = list(DataLoader(source, **kwargs))
-    if num_workers:
-        assert_same(list(DataLoader(cached, **kwargs)), bare)
-    else:
-        with pytest.warns(CacheBypassWarning, match="gives collated batches"):
+    for _ in range(2):  # in a second job too
+        cached = CachedDataset(source, key="k")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if singly_first:
+                assert_same([cached[i] for i in range(20)], [image_and_label(i) for i in range(20)])
             assert_same(list(DataLoader(cached, **kwargs)), bare)
-    assert_same(cached[3], image_and_label(3))  # single samples are cached
-    assert_same(cached[3], image_and_label(3))
+            assert_same(cached[3], image_and_label(3))
+            cached.fill(progress=False)
+        assert len(caught) == 1
+        assert "gives collated batches" in str(caught[0].message)
+        assert not cached.complete
+    with pytest.raises(TypeError, match="single samples"), pytest.warns(CacheBypassWarning):
+        CachedDataset(source, unchanged, key="k").__getitems__([1, 2])
+
+
+class TwoFaced(Source):
+    """Gives other types by ``__getitems__``, as Hugging Face's ``numpy`` format does."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [np.float32(self[index]) for index in indices]
+
+
+class Fused(Source):
+    """Reads several at once, of a structure that differs."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("singly_first", [False, True])
+def test_a_source_of_two_faces_is_not_cached(cache_dir: Path, tmp_path: Path, singly_first: bool) -> None:
+    source = TwoFaced(20, tmp_path / "reads", np.float64)
+    cached = CachedDataset(source, key="k")
+    with pytest.warns(CacheBypassWarning, match="give other samples") as caught:
+        if singly_first:
+            assert_same(cached[2], source[2])
+        for _ in range(2):
+            batches = list(DataLoader(cached, 6, collate_fn=unchanged))
+            assert_same(batches, list(DataLoader(source, 6, collate_fn=unchanged)))
+        assert_same([cached[i] for i in range(20)], [source[i] for i in range(20)])
+    assert len(caught) == 1
+    assert cached.stats.samples_cached == 0
+
+
+@pytest.mark.parametrize("make", [image_and_label, lambda i: [i, str(i), None][i % 3]])
+def test_a_source_of_one_face_is_read_once(cache_dir: Path, tmp_path: Path, make: Any) -> None:
+    source = Fused(20, tmp_path / "reads", make)
+    cached = CachedDataset(source, key="k")
+    for _ in range(2):
+        assert_same(
+            list(DataLoader(cached, 6, collate_fn=unchanged)),
+            list(DataLoader([make(i) for i in range(20)], 6, collate_fn=unchanged)),
+        )
+    assert cached.stats.source_reads == 20 + (make is not image_and_label)
+
+
+@pytest.mark.parametrize("values", [[0.5, 1.5, 2.5], [1, 2, 3]])
+def test_hugging_face_in_the_numpy_format(cache_dir: Path, values: list[Any]) -> None:
+    bare = pytest.importorskip("datasets").Dataset.from_dict({"x": values}).with_format("numpy")
+    cached = CachedDataset(bare)
+    two_faced = bare[0]["x"].dtype != bare.__getitems__([0])[0]["x"].dtype
+    with pytest.warns(CacheBypassWarning, match="'torch'") if two_faced else contextlib.nullcontext():
+        for _ in range(2):
+            for collate in (unchanged, default_collate):
+                assert_same(
+                    list(DataLoader(cached, 2, collate_fn=collate)), list(DataLoader(bare, 2, collate_fn=collate))
+                )
+            assert_same([cached[i] for i in range(3)], [bare[i] for i in range(3)])
+    assert cached.complete != two_faced
 
 
 class Reusing(Source):
@@ -269,3 +337,43 @@ def test_equal_sets_in_another_order_are_equal() -> None:
     assert difference([1, a], [1, b]) == ""
     assert difference([1, a], [1, {0, 9}]).startswith("sample[1] is ")
     assert difference({"a": 1, "b": 2}, {"b": 2, "a": 1}).startswith("sample is ")
+
+
+# -- who compares ----------------------------------------------------------------------------------------
+
+
+class Opening(Source):
+    """Opens a handle at its first read, which processes must not share."""
+
+    opened: int = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.opened = self.opened or os.getpid()
+        assert self.opened == os.getpid(), "a handle of another process"
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("use", ["fill", "loader"])
+def test_a_source_is_not_opened_before_workers_are_forked(cache_dir: Path, tmp_path: Path, use: str) -> None:
+    source = Opening(LENGTH, tmp_path / "reads")
+    with CachedDataset(source, key="k") as cached:
+        list(DataLoader(cached, sampler=range(10), batch_size=5, num_workers=1))
+    assert (source.opened, source.reads().total()) == (0, 10)
+    again = CachedDataset(source, key="k")
+    if use == "fill":
+        again.fill(num_workers=2, progress=False)
+    else:
+        list(torchcache.DataLoader(again, batch_size=5, num_workers=2))
+    assert source.opened == 0
+    assert source.reads().total() == LENGTH + 1, "compared by the first worker"
+    assert again.complete
+
+
+def test_a_fill_by_workers_notices_a_changed_source(filled: Source) -> None:
+    filled.length += 8
+    longer = CachedDataset(filled, name="b", key="k")
+    longer.fill(progress=False, indices=range(8))
+    longer.close()
+    filled.make = other
+    with pytest.raises(StaleCacheError, match="another key="):
+        CachedDataset(filled, name="b", key="k").fill(num_workers=1, progress=False)

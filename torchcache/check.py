@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from torchcache.compare import difference
 from torchcache.errors import CacheBypassWarning, RandomSampleError, StaleCacheError, UnsupportedSampleError
 from torchcache.reader import Reader
-from torchcache.source import Source
+from torchcache.source import Source, UncacheableSourceError
 
 
 class Duty:
@@ -72,6 +72,7 @@ def check_samples(count: int, reader: Reader, source: Source, *, length: int, pa
     Raises:
         StaleCacheError: if one differs.
         RandomSampleError: if the source draws random numbers.
+        UncacheableSourceError: if it has been changed since it was wrapped.
     """
     missing = reader.all_missing()
     cached = np.setdiff1d(np.arange(length), missing, assume_unique=True) if len(missing) else length
@@ -79,8 +80,10 @@ def check_samples(count: int, reader: Reader, source: Source, *, length: int, pa
     # A generator of its own, seeded by the system: training must draw what it draws without the cache.
     chosen = np.random.default_rng().choice(cached, min(count, most), replace=False)
     for index in sorted(chosen.tolist()):
-        read = source.read([index])
-        if isinstance(read.error, RandomSampleError) or not isinstance(read.error, Exception | None):
+        read = source.read([index], singly=True)
+        if isinstance(read.error, (RandomSampleError, UncacheableSourceError)) or not isinstance(
+            read.error, Exception | None
+        ):
             raise read.error
         if read.error is not None:
             warnings.warn(

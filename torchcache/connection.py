@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,11 @@ from torchcache.errors import (
 from torchcache.fill import CLAIM_TIMEOUT_S, Filler
 from torchcache.guard import RandomnessGuard
 from torchcache.reader import Reader
+from torchcache.source import Source, UncacheableSourceError, changed_after_wrapping
 from torchcache.store import Counters, Identity, Store
+from torchcache.watch import Watch
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Connection:
         identity: what the store has to hold; ``None``: whatever it holds.
         dataset: the source; ``None``: there is none.
         settings: how the store is used.
+        watched: notice when attributes of the dataset are set, as its key comes from them.
 
     Attributes:
         path: the store's folder.
@@ -81,7 +88,9 @@ class Connection:
         bypassed: the store cannot be used: every sample comes from the source.
     """
 
-    def __init__(self, path: Path, identity: Identity | None, dataset: Any, settings: Settings) -> None:
+    def __init__(
+        self, path: Path, identity: Identity | None, dataset: Any, settings: Settings, *, watched: bool = False
+    ) -> None:
         self.path = path
         self.ready: Cache | None = None
         self.bypassed = False
@@ -89,11 +98,18 @@ class Connection:
         self._dataset = dataset
         self._settings = settings
         self._guard = RandomnessGuard(settings.on_random)
+        self._watch = Watch(dataset, watched)
         self._duty = Duty(settings.check if settings.on_random == "error" else 0)  # else samples may differ
         self._cache: Cache | None = None
+        _connections.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.look_for_changes()
         return {**self.__dict__, "_cache": None, "ready": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _connections.add(self)
 
     def copy(self) -> Connection:
         """One of its own, for a copy of the dataset: not open."""
@@ -129,6 +145,7 @@ class Connection:
         Raises:
             StaleCacheError: if one differs.
         """
+        self.look_for_changes()
         cache = self.open()
         if cache is not None and is_first_process():
             count = self._duty.take()
@@ -136,6 +153,19 @@ class Connection:
                 self._compare(count, cache)
         self.ready = self._cache
         return self.ready
+
+    def look_for_changes(self) -> None:
+        """Does without the store if the dataset was changed since it was wrapped."""
+        changed = [] if self.bypassed else self._watch.changed()
+        if changed:
+            self.leave(changed_after_wrapping(changed))
+
+    def read_source(self, index: Any) -> Any:
+        """What the dataset gives for an index that is not cached, whatever it is."""
+        try:
+            return self._dataset[index]
+        finally:
+            self._watch.refresh()
 
     def _open(self) -> Cache:
         if not self._settings.trust:
@@ -145,8 +175,7 @@ class Connection:
         filler = Filler(
             opened,
             reader,
-            self._dataset,
-            guard=self._guard,
+            Source(self._dataset, self._guard, self._watch),
             max_bytes=self._settings.max_bytes,
             on_unsupported=self._settings.on_unsupported,
             claim_timeout_s=self._settings.claim_timeout_s,
@@ -182,6 +211,8 @@ class Connection:
         except StaleCacheError:
             self._duty.give_back()
             raise
+        except UncacheableSourceError as error:
+            self.leave(str(error))
         except CorruptStoreError as error:
             self.bypass(error)
 
@@ -228,12 +259,22 @@ class Connection:
             stacklevel=4,
         )
 
+    def leave(self, why: str) -> None:
+        """Does without the store from now on, as it is not what the dataset gives; what was read before is kept."""
+        if self.bypassed:
+            return
+        self.close()
+        self.bypassed = True
+        warnings.warn(
+            f"{why}. Samples are read from the dataset from now on, and not cached", CacheBypassWarning, stacklevel=4
+        )
+
     @contextlib.contextmanager
     def discarded_if_empty(self) -> Iterator[None]:
         """What can never be cached leaves no empty store behind."""
         try:
             yield
-        except UnsupportedSampleError:
+        except (UnsupportedSampleError, UncacheableSourceError):
             cache = self._cache
             self.close()
             if cache is not None:
@@ -247,3 +288,12 @@ class Connection:
         cache, self._cache, self.ready = self._cache, None, None
         if cache is not None:
             cache.filler.close()
+
+
+def _begin_again() -> None:
+    """A forked process looks for itself whether the dataset is still what was wrapped, and what is to be compared."""
+    for connection in list(_connections):
+        connection.ready = None
+
+
+os.register_at_fork(after_in_child=_begin_again)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ from torch.utils.data import Dataset
 
 from torchcache import ahead, collate, folder, location
 from torchcache.connection import Cache, Connection, Settings
-from torchcache.errors import CacheBypassWarning, InPlaceWriteError, StoreError, StoreUnavailableError
+from torchcache.errors import InPlaceWriteError, StoreError, StoreUnavailableError
 from torchcache.fill import CLAIM_TIMEOUT_S, Fetched
 from torchcache.fingerprint import fingerprint
 from torchcache.indices import as_position, checked_length, counted_from_start
 from torchcache.schema import Schema
-from torchcache.source import CollatingSourceError
+from torchcache.source import UncacheableSourceError
 from torchcache.split import split_dataset
 from torchcache.store import Counters, Identity
 
@@ -48,6 +47,14 @@ class Stats:
     source_seconds: float
     samples_cached: int
     bytes_cached: int
+
+
+@dataclass
+class _Counts:
+    """Where samples came from, in this process."""
+
+    hits: int = 0
+    misses: int = 0
 
 
 class CachedDataset(Dataset[Any]):
@@ -121,17 +128,15 @@ class CachedDataset(Dataset[Any]):
         path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, identity.key)
         location.refuse_nesting(path, dataset)
         folder.refuse_foreign(path)  # a folder that is something else is refused now, not in mid-epoch
-        self._set_up(dataset, transform, copy, Connection(path, identity, dataset, settings))
+        self._set_up(dataset, transform, copy, Connection(path, identity, dataset, settings, watched=key is None))
         if self._connection.exists:
             self._connection.open()
 
     def _set_up(self, dataset: Any, transform: Callable[[Any], Any] | None, copy: bool, connection: Connection) -> None:
-        self.dataset = dataset
-        self.transform = transform
+        self.__dict__.update(dataset=dataset, transform=transform)  # the dataset may have attributes of these names
         self._copy = copy
         self._connection = connection
-        self._collates = False  # the dataset's ``__getitems__`` gives batches that are collated already
-        self._hits = self._misses = 0
+        self._counts = _Counts()
 
     @classmethod
     def open(
@@ -228,8 +233,8 @@ class CachedDataset(Dataset[Any]):
             except StoreError as error:
                 self._connection.bypass(error)
         return Stats(
-            hits=self._hits,
-            misses=self._misses,
+            hits=self._counts.hits,
+            misses=self._counts.misses,
             source_reads=totals.source_reads,
             duplicate_reads=totals.duplicate_reads,
             source_seconds=totals.source_seconds,
@@ -247,10 +252,13 @@ class CachedDataset(Dataset[Any]):
             progress: show a progress bar, where there is a terminal.
             indices: read only these.
         """
-        cache = self._connection.ready or self._connection.begin()
+        self._connection.look_for_changes()
+        # What has to be compared is, with workers, by the first of them: a handle that the dataset opens at its first
+        # read must not be one that they share.
+        cache = self._connection.ready or (self._connection.open() if num_workers else self._connection.begin())
         # First what nobody else is reading, then what others have not finished.
         for wait in (False, True):
-            if cache is None or self.complete or not cache.filler.admitting:
+            if cache is None or self._connection.bypassed or self.complete or not cache.filler.admitting:
                 return
             read = functools.partial(self._fill_batch, wait)
             missing, total = cache.reader.all_missing(), len(self)
@@ -264,7 +272,10 @@ class CachedDataset(Dataset[Any]):
     def _fill_batch(self, wait: bool, indices: list[int]) -> int:
         cache = self._connection.ready or self._connection.begin()
         if cache is not None and cache.filler.admitting:
-            cache.filler.fetch(indices, wait=wait)
+            try:
+                cache.filler.fetch(indices, wait=wait)
+            except UncacheableSourceError as error:
+                self._connection.leave(str(error))
         return len(indices)
 
     def close(self) -> None:
@@ -280,6 +291,10 @@ class CachedDataset(Dataset[Any]):
     # -- reading -----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
+        self._connection.look_for_changes()  # samplers ask for it at the start of an epoch
+        return self._length()
+
+    def _length(self) -> int:
         if self.dataset is not None:
             return len(self.dataset)
         cache = self._connection.open()
@@ -291,20 +306,24 @@ class CachedDataset(Dataset[Any]):
         if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
             values = None if self._has_shrunk(cache) else self._values(index, cache)
             if values is not None:
-                self._hits += 1
+                self._counts.hits += 1
                 return self._hit(*values)
         position = index if type(index) is int else as_position(index)
         if position is None:
             return self._foreign(index)
-        return self._samples([position])[0]
+        try:
+            return self._samples([position])[0]
+        except UncacheableSourceError as error:
+            self._connection.leave(str(error))
+            return self._samples([position])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch; what a ``DataLoader`` calls."""
-        if self._collates:
-            return self._collated(indices)
         cache = self._connection.ready or self._connection.begin()
+        if cache is None:
+            return self._uncached(indices)
         to_collate = self.transform is None and collate.feeds_default_collate(sys._getframe(1))
-        if cache is not None and to_collate and not self._has_shrunk(cache):
+        if to_collate and not self._has_shrunk(cache):
             batch = self._gathered(indices, cache)
             if batch is not None:
                 return batch
@@ -313,16 +332,25 @@ class CachedDataset(Dataset[Any]):
             return [self[index] for index in indices]
         try:
             return self._samples(positions, to_collate=to_collate)
-        except CollatingSourceError as error:
-            if self.transform is not None:
-                raise TypeError(f"transform= works on single samples: {error}") from error
-            self._collates = True
-            warnings.warn(
-                f"{error}. It is asked for every batch anew; nothing of them is cached",
-                CacheBypassWarning,
-                stacklevel=2,
+        except UncacheableSourceError as error:
+            self._connection.leave(str(error))
+            return self._uncached(indices)
+
+    def _uncached(self, indices: Sequence[Any]) -> Any:
+        """A batch as a loader would get it from the dataset itself."""
+        batched = getattr(self.dataset, "__getitems__", None)
+        if batched is None:
+            return [self[index] for index in indices]
+        found = batched(indices)
+        self._counts.misses += len(indices)
+        if self.transform is None:
+            return found
+        if not isinstance(found, (list, tuple)):
+            raise TypeError(
+                f"transform= works on single samples, and __getitems__ of {type(self.dataset).__qualname__} gives "
+                f"collated batches"
             )
-            return self._collated(indices)
+        return [self.transform(sample) for sample in found]
 
     def _gathered(self, indices: Sequence[Any], cache: Cache) -> list[Any] | None:
         """A batch of cached samples for ``default_collate``; ``None`` if they must be had one by one."""
@@ -333,16 +361,12 @@ class CachedDataset(Dataset[Any]):
             self._connection.bypass(error)
             return None
         if batch is not None:
-            self._hits += len(indices)
+            self._counts.hits += len(indices)
         return batch
 
     def _has_shrunk(self, cache: Cache) -> bool:
         """Whether samples are cached that the dataset no longer has."""
         return self.dataset is not None and len(self.dataset) < cache.store.identity.length
-
-    def _collated(self, indices: Sequence[Any]) -> Any:
-        self._misses += len(indices)
-        return self.dataset.__getitems__(indices)
 
     def _foreign(self, index: Any) -> Any:
         """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
@@ -350,7 +374,7 @@ class CachedDataset(Dataset[Any]):
             raise TypeError(f"{self.path} was opened without its dataset: it takes indices, not {type(index).__name__}")
         if self.transform is not None:
             raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
-        return self.dataset[index]
+        return self._connection.read_source(index)
 
     def _samples(self, positions: Sequence[Any], *, to_collate: bool = False) -> list[Any]:
         """Samples as the dataset gives them, with ``transform`` applied.
@@ -360,7 +384,7 @@ class CachedDataset(Dataset[Any]):
                 it gives is kept for everybody who asks for that sample, whatever form their index has.
             to_collate: they go to ``default_collate``, which need not stack again what the fill has stacked.
         """
-        length = len(self)
+        length = self._length()
         order = positions
         if not positions or min(positions) < 0 or max(positions) >= length:
             order = [counted_from_start(position, length) for position in positions]
@@ -381,11 +405,11 @@ class CachedDataset(Dataset[Any]):
         if cache is None:
             return Fetched({}), None
         known, length = wanted, cache.store.identity.length
-        if len(self) > length:  # samples that the dataset has got since are not cached
+        if self._length() > length:  # samples that the dataset has got since are not cached
             known = [i for i in wanted if i < length]
         with self._connection.discarded_if_empty():
             fetched = cache.filler.fetch(known)
-        self._misses += len(fetched.samples)
+        self._counts.misses += len(fetched.samples)
         return fetched, cache
 
     def _finished(self, index: int, samples: dict[int, Any], cache: Cache | None) -> Any:
@@ -396,10 +420,10 @@ class CachedDataset(Dataset[Any]):
         else:
             values = self._values(index, cache)
             if values is not None:
-                self._hits += 1
+                self._counts.hits += 1
                 return self._hit(*values)
-            self._misses += 1
-            sample = self.dataset[index]
+            self._counts.misses += 1
+            sample = self._connection.read_source(index)
         return sample if self.transform is None else self.transform(sample)
 
     def _values(self, index: int, cache: Cache | None) -> tuple[Schema, list[Any]] | None:
@@ -443,8 +467,17 @@ class CachedDataset(Dataset[Any]):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(dataset, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the dataset has and the wrapper has not is the dataset's, as when it is read.
+        dataset = self.__dict__.get("dataset")
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if dataset is None or own or not hasattr(dataset, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(dataset, name, value)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_connection": self._connection.copy(), "_hits": 0, "_misses": 0}
+        return {**self.__dict__, "_connection": self._connection.copy(), "_counts": _Counts()}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.dataset!r}, path={str(self.path)!r})"

@@ -27,7 +27,6 @@ from torchcache.buffer import LATEST_S, Buffer, Flusher
 from torchcache.errors import CacheBypassWarning, StoreError, StoreUnavailableError, UnsupportedSampleError
 from torchcache.flatten import Flat, flatten_many
 from torchcache.folder import OWNERS
-from torchcache.guard import RandomnessGuard
 from torchcache.owner import Owner
 from torchcache.packing import LARGEST_SAMPLE_BYTES, pack, without_oversized
 from torchcache.reader import Reader
@@ -63,8 +62,7 @@ class Filler:
     Args:
         store: where to.
         reader: what this process knows of the store; kept up to date.
-        dataset: the source.
-        guard: watches the source for random draws.
+        source: the dataset.
         max_bytes: stop admitting when the store is this large; ``None``: no limit but the disk's reserve.
         on_unsupported: what becomes of a sample that cannot be stored: ``"error"``, or ``"bypass"`` to serve it.
         claim_timeout_s: a live owner that publishes nothing for so long is taken to be stopped.
@@ -74,14 +72,13 @@ class Filler:
         self,
         store: Store,
         reader: Reader,
-        dataset: Any,
+        source: Source,
         *,
-        guard: RandomnessGuard,
         max_bytes: int | None = None,
         on_unsupported: Literal["error", "bypass"] = "error",
         claim_timeout_s: float = CLAIM_TIMEOUT_S,
     ) -> None:
-        self.source = Source(dataset, guard)
+        self.source = source
         self._store = store
         self._reader = reader
         self._max_bytes = max_bytes

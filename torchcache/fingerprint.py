@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from torchcache.code import of_class, of_code, of_function, of_module
-from torchcache.content import (
+from torchcache.data import (
     WRAPPERS,
     of_array,
     of_buffer,

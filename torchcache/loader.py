@@ -54,13 +54,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if not collate.is_default() or (self.pin_memory and not torch.cuda.is_available()):
             return None  # the parent knows what to say of it
         dataset, subset = found
-        cache = dataset._connection.begin()
+        cache = dataset._connection.open()
         if cache is None or not dataset.complete:
             return None
         reader = cache.reader
         table = reader.only_table()
         make = None if table is None else collate.shortcut(table.schema)
         if table is None or make is None or len(dataset) != table.count:  # it has got other samples since
+            return None
+        if dataset._connection.begin() is None:  # compared here only where no workers are forked afterwards
             return None
         if not (self.persistent_workers and self.num_workers > 0 and getattr(self, "_torchcache_seeded", False)):
             # Drawn by the parent's iterator, for workers that there are none of here.
@@ -169,7 +171,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
             if wanted is None:  # negative ones, say: as without the shortcut
                 yield _bound(fetcher.fetch, indices)
             else:
-                dataset._hits += len(wanted)
+                dataset._counts.hits += len(wanted)
                 found = gather.look_up(wanted)
                 gather.announce(found, 0, len(wanted))
                 yield _bound(gather.batch, found, 0, len(wanted))
@@ -181,7 +183,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
         gather.announce(found, 0, size)
         for first in range(0, len(chunk), size):
             last = min(first + size, len(chunk))
-            dataset._hits += last - first
+            dataset._counts.hits += last - first
             gather.announce(found, last, last + size)  # the disk works while this one is used
             yield _bound(gather.batch, found, first, last)
 
