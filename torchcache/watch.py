@@ -9,6 +9,7 @@ transform, are not noticed.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torchcache import bytecode
@@ -28,22 +29,36 @@ class Watch:
         self._dataset = dataset
         self._active = active
         self._seen: dict[str, Any] | None = None
+        self._as_it_was: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what holds the attributes, and copies
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": None}
+        return {**self.__dict__, "_seen": None, "_as_it_was": []}
 
     def changed(self) -> list[str]:
         """The attributes that were set, since this was asked, to what counts as something else."""
-        if not self._active:
+        if not self._active or self._is_as_it_was():
             return []
-        seen, self._seen = self._seen, _attributes(self._dataset)
+        seen = self._seen
+        self._look()
+        assert self._seen is not None
         return [] if seen is None else [name for name in self._seen if _differ(name, seen, self._seen)]
 
     def refresh(self) -> None:
         """What was set until now does not count."""
-        if self._active:
-            self._seen = _attributes(self._dataset)
+        if self._active and not self._is_as_it_was():
+            self._look()
+
+    def _look(self) -> None:
+        self._seen, holders = _attributes(self._dataset)
+        self._as_it_was = [(holder, dict(holder)) for holder in holders]
+
+    def _is_as_it_was(self) -> bool:
+        """The common case, asked before and after each read: every attribute is the very same object."""
+        return bool(self._as_it_was) and all(
+            now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
+            for now, before in self._as_it_was
+        )
 
 
 def _differ(name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -55,13 +70,15 @@ def _differ(name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
         return True
 
 
-def _attributes(dataset: Any) -> dict[str, Any]:
-    """The attributes of a dataset, and of those that it wraps, without those that reading sets."""
+def _attributes(dataset: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The attributes of a dataset, and of those that it wraps, without those that reading sets; and what holds them."""
     found: dict[str, Any] = {}
+    holders: list[dict[str, Any]] = []
     layers, met = [("dataset", dataset)], {id(dataset)}
     for path, layer in layers:
         kind: Any = type(layer)
         own = getattr(layer, "__dict__", {})
+        holders.append(own)
         if not hasattr(kind, "__fingerprint__"):  # such a class says itself what counts
             drift = bytecode.drift(kind)
             found.update({f"{path}.{name}": value for name, value in own.items() if name not in drift})
@@ -72,4 +89,4 @@ def _attributes(dataset: Any) -> dict[str, Any]:
             if id(wrapped) not in met and getattr(wrapped, "__dict__", None):
                 met.add(id(wrapped))
                 layers.append((f"{path}.{name}", wrapped))
-    return found
+    return found, holders
