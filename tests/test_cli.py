@@ -265,24 +265,6 @@ def test_an_error_of_the_source(project: Path) -> None:
     assert as_json("ls")[0]["samples"] == 150
 
 
-def test_stage(project: Path, tmp_path: Path, cache_dir: Path) -> None:
-    bucket = tmp_path / "bucket"
-    bucket.mkdir()
-    for name in ("a.txt", "b.txt", "c.log"):
-        (bucket / name).write_text(name)
-    out, err = run("stage", f"file://{bucket}", "--exclude", "*.log", "--workers", "2")
-    staged = Path(out.strip())
-    assert sorted(path.name for path in staged.iterdir()) == ["a.txt", "b.txt"]
-    assert staged.parent == cache_dir / "staged" and err == ""
-    (bucket / "b.txt").unlink()
-    assert as_json("stage", f"file://{bucket}", "--exclude", "*.log", "--offline")["path"] == str(staged)
-    assert (staged / "b.txt").exists()
-    assert "nothing" in run("stage", f"file://{tmp_path}/nothing", status=1)[1]
-    assert "is not NAME=VALUE" in run("stage", "s3://bucket", "--option", "endpoint", status=2)[1]
-    assert "nosuch" in run("stage", "nosuch://bucket", status=1)[1]
-    assert run("ls")[0].startswith("no stores")
-
-
 def test_doctor(project: Path, tmp_path: Path, cache_dir: Path) -> None:
     found = {finding["what"]: finding for finding in as_json("doctor")}
     assert {"folder", "locks", "file system", "space", "page cache", "boot id", "versions"} <= set(found)

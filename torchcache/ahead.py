@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
+
+from torchcache.progress import bar
 
 BATCH_SIZE = 64  # samples a block
 
@@ -37,7 +38,7 @@ def fill_ahead(
             is pickled where workers are spawned.
         indices: what to read, ascending.
         num_workers: processes that read; 0 reads here.
-        progress: show a bar, where there is a terminal.
+        progress: show a bar, on a terminal and in a notebook.
         total: samples of the whole dataset.
     """
     # A generator of its own: making a loader draws a seed, and filling must not change what training draws.
@@ -45,6 +46,6 @@ def fill_ahead(
         _Batches(read, indices), batch_size=None, num_workers=num_workers, generator=torch.Generator("cpu")
     )
     done = total - len(indices)
-    with tqdm(total=total, initial=done, unit=" samples", disable=None if progress else True) as bar:
+    with bar(show=progress, total=total, initial=done, unit=" samples") as shown:
         for count in loader:
-            bar.update(int(count))
+            shown.update(int(count))

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from torchcache import catalog, doctor, location, tables
+from torchcache import catalog, doctor, location, progress, tables
 from torchcache.catalog import StoreInfo
 from torchcache.errors import FingerprintError, StoreError, TorchcacheError
 from torchcache.factory import FactoryError, cached_dataset, described
@@ -309,7 +309,7 @@ def _user_errors(doing: str) -> Iterator[None]:
 
 
 def _bar(name: str) -> tqdm[Any]:
-    return tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
+    return progress.bar(desc=name, unit="B", unit_scale=True, unit_divisor=1024)
 
 
 def _advance(bar: tqdm[Any], nbytes: int, total: int) -> None:

@@ -249,7 +249,7 @@ class CachedDataset(Dataset[Any]):
 
         Args:
             num_workers: processes that read, as in a ``DataLoader``.
-            progress: show a progress bar, where there is a terminal.
+            progress: show a progress bar, on a terminal and in a notebook.
             indices: read only these.
         """
         self._connection.look_for_changes()

@@ -296,7 +296,7 @@ def fill_part(
     Args:
         dataset: the cache of this node.
         num_workers: processes of each rank that read.
-        progress: show a progress bar, where there is a terminal.
+        progress: show a progress bar, on a terminal and in a notebook.
         node_rank: as for ``ExchangeLoader``.
         num_nodes: as for ``ExchangeLoader``.
     """

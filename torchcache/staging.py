@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-from tqdm.auto import tqdm
 
-from torchcache import location
+from torchcache import location, progress
 from torchcache.errors import StagingError
 from torchcache.listing import Remote, Selection, as_text, listing, open_filesystem, remotes
 from torchcache.manifest import Manifest, write_json
@@ -78,7 +77,7 @@ def stage(
         shard: ``(k, n)``: only every n-th of the files, from number k on (from 0), in the order of their names: for
             nodes that each keep a part.
         workers: requests at the same time.
-        progress: show a progress bar, if there is a terminal.
+        progress: show a progress bar, on a terminal and in a notebook.
         storage_options: passed to fsspec, such as ``{"endpoint_url": "https://obs.example.com"}``.
         verify: compare what is fetched with the MD5 that the store gives, and large files that have none with the
             store's version of them afterwards. Lengths are compared always.
@@ -243,8 +242,7 @@ def _check_space(job: _Job, sources: Sequence[Remote], *, freed: int) -> None:
 def _bar(job: _Job, sources: Sequence[Remote]) -> Iterator[Callable[[int], None]]:
     """A progress bar in bytes, and what moves it, from any thread."""
     total, lock = sum(source.size or 0 for source in sources), threading.Lock()
-    disable = None if job.progress else True  # None: only where there is no terminal
-    with tqdm(total=total, desc=job.copy.name, unit="B", unit_scale=True, disable=disable) as bar:
+    with progress.bar(show=job.progress, total=total, desc=job.copy.name, unit="B", unit_scale=True) as bar:
 
         def arrived(count: int) -> None:
             with lock:
