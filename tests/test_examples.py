@@ -78,6 +78,12 @@ def test_object_store(tmp_path: Path) -> None:
     assert "samples drawn: 1,920; GETs at the server: 96; samples: 96" in output
 
 
+def test_staging_then_training(tmp_path: Path) -> None:
+    output = run("staging_then_training.py", "--samples", "48")
+    assert output.count("48 samples, 48 files decoded so far") == 2
+    assert "the same folder: True; files: 48" in output
+
+
 def test_ddp_two_nodes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
