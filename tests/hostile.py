@@ -266,13 +266,13 @@ def main() -> None:
             outcome = type(error).__name__
             if read is with_source:
                 raise
-        print(outcome, file=sys.stderr)
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        print(f"{outcome}, {used >> 20} MiB", file=sys.stderr)
         outcomes[outcome] += 1
+        if used > MOST_BYTES:
+            sys.exit(f"{used:,} bytes of memory: see {folder}")
         for left in folder.parent.glob(f"hostile-{seed}*"):
             shutil.rmtree(left)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    if used > MOST_BYTES:
-        sys.exit(f"{used:,} bytes of memory")
     print(json.dumps(outcomes))
 
 

@@ -9,9 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 import hostile
+import lmdb
 import pytest
 
-from torchcache import CachedDataset, buffer
+from torchcache import CachedDataset, StoreUnavailableError, buffer, catalog
 
 
 def originals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -39,3 +40,18 @@ def test_hostile_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     outcomes = read_hostile(originals(tmp_path, monkeypatch), 0, 300)
     assert outcomes["CorruptStoreError"] > 20
     assert outcomes["gone on"] > 100
+
+
+def test_a_store_that_promises_more_samples_than_memory_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither opening it without its dataset nor verifying it takes memory by what it says."""
+    partial = Path(originals(tmp_path, monkeypatch)[1])
+    with lmdb.open(str(partial), max_dbs=8, lock=False) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            identity = json.loads(txn.get(b"identity", db=meta))
+            txn.put(b"identity", json.dumps({**identity, "length": 1 << 50}).encode(), db=meta)
+    with pytest.raises(StoreUnavailableError, match=rf"holds 40 of {1 << 50} samples"):
+        CachedDataset.open(partial)
+    assert catalog.verify(partial).samples == 40

@@ -193,6 +193,13 @@ class Connection:
         if self._identity is None:
             opened = Store.open(self.path)
             opened.permit(self._settings.allow_pickle)
+            # Before memory is taken for as many samples as it says that it will have.
+            held = 0 if opened.seal is not None else sum(entry.head.count for entry in opened.entries(0))
+            if opened.seal is None and held != opened.identity.length:
+                raise StoreUnavailableError(
+                    f"{self.path} holds {held} of {opened.identity.length} samples, and without the source dataset the "
+                    f"others cannot be had; fill it with CachedDataset(dataset).fill()"
+                )
             return opened
         try:
             return Store.create(self.path, self._identity)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from torchcache import ahead, collate, folder, location
 from torchcache.connection import Cache, Connection, Settings
-from torchcache.errors import InPlaceWriteError, StoreError, StoreUnavailableError
+from torchcache.errors import InPlaceWriteError, StoreError
 from torchcache.fill import CLAIM_TIMEOUT_S, Fetched
 from torchcache.fingerprint import fingerprint
 from torchcache.indices import as_position, checked_length, counted_from_start
@@ -163,13 +163,7 @@ class CachedDataset(Dataset[Any]):
         self = cls.__new__(cls)
         settings = Settings(on_random="allow", allow_pickle=allow_pickle, trust=trust)
         self._set_up(None, transform, copy, Connection(Path(os.fsdecode(path)).absolute(), None, None, settings))
-        cache = self._connection.open()
-        assert cache is not None
-        if not cache.reader.complete:
-            raise StoreUnavailableError(
-                f"{self.path} holds {cache.reader.count} of {cache.store.identity.length} samples, and without "
-                f"the source dataset the others cannot be had; fill it with CachedDataset(dataset).fill()"
-            )
+        self._connection.open()
         return self
 
     @classmethod
