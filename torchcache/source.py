@@ -113,11 +113,10 @@ class Source:
             self._read_singly(others[:1], read)
         if not others or _structure(found[0]) != _structure(read.samples[others[0]]):
             read.reads += 1
-            if _content(found[0]) != _content(self._dataset[first]):
+            if _structure(found[0]) != _structure(self._dataset[first]):
                 raise UncacheableSourceError(
-                    f"__getitems__ and __getitem__ of {type(self._dataset).__qualname__} give other samples, of "
-                    f"{first} as an instance: other types, say, as with Hugging Face's format 'numpy', where 'torch' "
-                    f"gives the same"
+                    f"__getitems__ and __getitem__ of {type(self._dataset).__qualname__} give samples of other "
+                    f"types, of {first} as an instance. Hugging Face's format 'numpy' does; 'torch' gives the same"
                 )
         self._trusted = True
         return others[1:]
