@@ -249,7 +249,7 @@ class Fused(Source):
 def test_a_source_of_two_faces_is_not_cached(cache_dir: Path, tmp_path: Path, singly_first: bool) -> None:
     source = TwoFaced(20, tmp_path / "reads", np.float64)
     cached = CachedDataset(source, key="k")
-    with pytest.warns(CacheBypassWarning, match="give other samples") as caught:
+    with pytest.warns(CacheBypassWarning, match="give samples of other types") as caught:
         if singly_first:
             assert_same(cached[2], source[2])
         for _ in range(2):
@@ -270,6 +270,13 @@ def test_a_source_of_one_face_is_read_once(cache_dir: Path, tmp_path: Path, make
             list(DataLoader([make(i) for i in range(20)], 6, collate_fn=unchanged)),
         )
     assert cached.stats.source_reads == 20 + (make is not image_and_label)
+
+
+def test_random_samples_that_may_be_kept_are(cache_dir: Path, tmp_path: Path) -> None:
+    cached = CachedDataset(Fused(4, tmp_path / "reads", lambda i: torch.rand(2)), key="k", on_random="allow")
+    assert_same(cached[1], cached[1])
+    cached.fill(progress=False)
+    assert cached.complete
 
 
 @pytest.mark.parametrize("values", [[0.5, 1.5, 2.5], [1, 2, 3]])
