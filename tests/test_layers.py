@@ -28,7 +28,7 @@ LAYERS = [
     {"block", "environment", "filesystem", "folder", "listing", "location", "owner", "pagecache"},
     {"manifest", "store", "transfer"},
     {"reader", "staging"},
-    {"packing", "buffer", "messages", "partitioned", "compare", "indices"},
+    {"packing", "buffer", "report", "messages", "partitioned", "compare", "indices"},
     {"source"},
     {"fill", "ahead", "check"},
     {"collate", "connection", "contents"},

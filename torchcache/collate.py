@@ -74,6 +74,15 @@ _known_map = {
 
 
 def feeds_default_collate(caller: FrameType) -> bool:
+    """Whether what ``__getitems__`` returns to this frame goes to ``default_collate``, which does what it always does.
+
+    Args:
+        caller: as for ``goes_to_default_collate``.
+    """
+    return goes_to_default_collate(caller) and is_default()
+
+
+def goes_to_default_collate(caller: FrameType) -> bool:
     """Whether what ``__getitems__`` returns to this frame goes to ``default_collate`` as it is.
 
     Args:
@@ -85,7 +94,12 @@ def feeds_default_collate(caller: FrameType) -> bool:
         frame = frame.f_back
     if frame is None or frame.f_code is not _FETCH_CODE:
         return False
-    return frame.f_locals["self"].collate_fn is default_collate and is_default()
+    return frame.f_locals["self"].collate_fn is default_collate
+
+
+def collated(batch: Any) -> list[Any]:
+    """A list of one object that ``default_collate`` turns into this batch, which is one already."""
+    return [Gathered(batch)]
 
 
 def is_default() -> bool:

@@ -199,6 +199,11 @@ class Reader:
             self.sequence = entry.sequence + 1
 
     @property
+    def length(self) -> int:
+        """Samples of the dataset."""
+        return self._length
+
+    @property
     def complete(self) -> bool:
         return self.count == self._length
 
