@@ -26,6 +26,7 @@ SHUFFLES = ("partitioned_shuffle", "--limit", 512, "--epochs", 1, "--seeds", 1, 
 OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1, "--workers", 2, "--latency-ms", 1)
 COLD = ("cold", "--sizes-kb", 4, 64, "--file-mb", 2, "--turn-mb", 1, "--batch-size", 8, "--batches", 4, "--rounds", 1)
 OPEN = ("open", "--samples", 100, 3000, "--rounds", 1)
+ITEM = ("item", "--samples", 200, "--rounds", 1)
 
 Run = tuple[str, dict[str, Any]]
 
@@ -95,6 +96,7 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "shuffles": (*SHUFFLES, *data),
         "cold": COLD,
         "open": OPEN,
+        "item": ITEM,
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -191,3 +193,9 @@ def test_opening(runs: dict[str, Future[Run]]) -> None:
     output, numbers = runs["open"].result()
     assert "3,000 / 100 samples" in output
     assert {name: len(times) for name, times in numbers["runs"].items()} == {"100": 1, "3000": 1}
+
+
+def test_item_by_item(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["item"].result()
+    assert "ds[i] / row of a tensor, copied" in output
+    assert all(len(times) == 1 and times[0] > 0 for times in numbers["microseconds"].values())

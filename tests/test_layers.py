@@ -27,6 +27,8 @@ LAYERS = [
     {"flatten", "schema"},
     {"block", "environment", "filesystem", "folder", "listing", "location", "owner", "pagecache"},
     {"manifest", "store", "transfer"},
+    {"places"},
+    {"items"},
     {"reader", "staging"},
     {"packing", "buffer", "report", "messages", "partitioned", "compare", "indices"},
     {"source"},

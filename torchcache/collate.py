@@ -29,7 +29,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torchcache.column import Column
 from torchcache.flatten import Flat, Uniform
 from torchcache.leaves import Dims, Spec
-from torchcache.reader import Reader, Rows
+from torchcache.places import Rows
+from torchcache.reader import Reader
 from torchcache.schema import Part, Schema, outline
 
 _FETCH_CODE = _MapDatasetFetcher.fetch.__code__

@@ -21,6 +21,7 @@ from torchcache.errors import CacheBypassWarning, InPlaceWriteError, StoreError,
 from torchcache.fill import CLAIM_TIMEOUT_S, Fetched
 from torchcache.fingerprint import fingerprint
 from torchcache.indices import as_position, checked_length, counted_from_start
+from torchcache.items import READ_ERRORS
 from torchcache.schema import Schema
 from torchcache.source import CollatingSourceError
 from torchcache.split import split_dataset
@@ -332,15 +333,28 @@ class CachedDataset(Dataset[Any]):
 
     def _item(self, index: Any) -> Any:
         cache = self._connection.ready
-        if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
-            values = None if self._has_shrunk(cache) else self._values(index, cache)
-            if values is not None:
+        if cache is not None and type(index) is int and self.transform is None:
+            found = self._cached_item(index, cache)
+            if found is not None:
                 self._hits += 1
-                return self._hit(*values)
+                return found[0]
         position = index if type(index) is int else as_position(index)
         if position is None:
             return self._foreign(index)
         return self._samples([position])[0]
+
+    def _cached_item(self, index: int, cache: Cache) -> tuple[Any] | None:
+        """A cached sample, if its index is that of one as it is; no time is lost here."""
+        reader = cache.reader
+        if not 0 <= index < reader.length or (self.dataset is not None and index >= len(self.dataset)):
+            return None
+        if reader.read is not None and self._copy:
+            try:
+                return (reader.read(index),)
+            except READ_ERRORS:
+                pass  # what is wrong is found out below
+        values = self._values(index, cache) if reader.holds(index) else None
+        return None if values is None else (self._hit(*values),)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch; what a ``DataLoader`` calls."""

@@ -28,7 +28,8 @@ from torchcache import collate
 from torchcache.dataset import CachedDataset
 from torchcache.flatten import Flat, Uniform, flatten_many
 from torchcache.messages import Later, Message, Received, pack, set_rows, unpack
-from torchcache.reader import Reader, Rows
+from torchcache.places import Rows
+from torchcache.reader import Reader
 from torchcache.schema import Schema
 from torchcache.topology import Topology, find_topology, owners_of
 

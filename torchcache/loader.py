@@ -23,7 +23,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torchcache import collate
 from torchcache.dataset import CachedDataset
 from torchcache.errors import StoreError
-from torchcache.reader import Reader, Table, as_indices
+from torchcache.places import Table
+from torchcache.reader import Reader, as_indices
 
 LOOK_UP_SAMPLES = 1 << 16  # places looked up at once; 8 bytes a sample and column
 MOST_HANDED_OVER, HANDED_OVER_BYTES = 8, 2 << 20  # batches that a thread makes at a time, if they are small
