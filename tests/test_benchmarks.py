@@ -27,6 +27,21 @@ OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1
 COLD = ("cold", "--sizes-kb", 4, 64, "--file-mb", 2, "--turn-mb", 1, "--batch-size", 8, "--batches", 4, "--rounds", 1)
 OPEN = ("open", "--samples", 100, 3000, "--rounds", 1)
 ITEM = ("item", "--samples", 200, "--rounds", 1)
+OVERHEAD = (
+    "fill_overhead",
+    "--source-us",
+    0,
+    50,
+    "--sample-bytes",
+    100,
+    "--workers",
+    0,
+    1,
+    "--samples",
+    40,
+    "--pairs",
+    1,
+)
 
 Run = tuple[str, dict[str, Any]]
 
@@ -97,6 +112,7 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "cold": COLD,
         "open": OPEN,
         "item": ITEM,
+        "overhead": OVERHEAD,
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -199,3 +215,10 @@ def test_item_by_item(runs: dict[str, Future[Run]]) -> None:
     output, numbers = runs["item"].result()
     assert "ds[i] / row of a tensor, copied" in output
     assert all(len(times) == 1 and times[0] > 0 for times in numbers["microseconds"].values())
+
+
+def test_fill_overhead(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["overhead"].result()
+    assert "overhead, µs a sample" in output
+    cells = {(case["source_us"], case["workers"], case["mode"]) for case in numbers["cases"]}
+    assert cells == {(us, workers, mode) for us in (0, 50) for workers in (0, 1) for mode in ("batch", "item")}
