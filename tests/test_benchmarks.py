@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -42,6 +43,8 @@ OVERHEAD = (
     "--pairs",
     1,
 )
+PEERS = ("peers", "--data", "mnist", "images", "--limit", 256, "--rounds", 1, "--workers", 0, "--no-download")
+BUILT_IN = ("torchcache", "torchcache, own loader", "uncached", "TensorDataset in RAM", "numpy.memmap", "FFCV")
 
 Run = tuple[str, dict[str, Any]]
 
@@ -113,6 +116,7 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "open": OPEN,
         "item": ITEM,
         "overhead": OVERHEAD,
+        "peers": (*PEERS, *data, "--peers", *BUILT_IN, "LMDB, a pickle a sample"),
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -222,3 +226,14 @@ def test_fill_overhead(runs: dict[str, Future[Run]]) -> None:
     assert "overhead, µs a sample" in output
     cells = {(case["source_us"], case["workers"], case["mode"]) for case in numbers["cases"]}
     assert cells == {(us, workers, mode) for us in (0, 50) for workers in (0, 1) for mode in ("batch", "item")}
+
+
+def test_peers(runs: dict[str, Future[Run]]) -> None:
+    """A library that is not installed is named with the reason."""
+    output, numbers = runs["peers"].result()
+    workloads = numbers["workloads"]
+    for workload in ("mnist-64-0", "mnist-256-0", "images-64-0"):
+        assert {*BUILT_IN, "floor: index_select"} - {"FFCV"} <= set(workloads[workload]["ratios"])
+    if importlib.util.find_spec("ffcv") is None:
+        assert "not compared: FFCV: ModuleNotFoundError" in output
+        assert "FFCV" in workloads["images"]["failed"]
