@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -27,6 +28,24 @@ OBJECTS = ("object_store", "--samples", 64, "--sample-bytes", 500, "--epochs", 1
 COLD = ("cold", "--sizes-kb", 4, 64, "--file-mb", 2, "--turn-mb", 1, "--batch-size", 8, "--batches", 4, "--rounds", 1)
 OPEN = ("open", "--samples", 100, 3000, "--rounds", 1)
 FINGERPRINT = ("fingerprint", "--paths", 2000, "--rounds", 1, "--no-download")
+ITEM = ("item", "--samples", 200, "--rounds", 1)
+OVERHEAD = (
+    "fill_overhead",
+    "--source-us",
+    0,
+    50,
+    "--sample-bytes",
+    100,
+    "--workers",
+    0,
+    1,
+    "--samples",
+    40,
+    "--pairs",
+    1,
+)
+PEERS = ("peers", "--data", "mnist", "images", "--limit", 256, "--rounds", 1, "--workers", 0, "--no-download")
+BUILT_IN = ("torchcache", "torchcache, own loader", "uncached", "TensorDataset in RAM", "numpy.memmap", "FFCV")
 
 Run = tuple[str, dict[str, Any]]
 
@@ -98,6 +117,9 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "shuffles": (*SHUFFLES, *data),
         "cold": COLD,
         "open": OPEN,
+        "item": ITEM,
+        "overhead": OVERHEAD,
+        "peers": (*PEERS, *data, "--peers", *BUILT_IN, "LMDB, a pickle a sample"),
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -200,3 +222,27 @@ def test_the_fingerprint(runs: dict[str, Future[Run]]) -> None:
     output, numbers = runs["fingerprint"].result()
     assert "2,000 paths" in output
     assert len(set(numbers["keys"].values())) == len(numbers["seconds"]) == 4
+
+
+def test_item_by_item(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["item"].result()
+    assert "ds[i] / row of a tensor, copied" in output
+    assert all(len(times) == 1 and times[0] > 0 for times in numbers["microseconds"].values())
+
+
+def test_fill_overhead(runs: dict[str, Future[Run]]) -> None:
+    output, numbers = runs["overhead"].result()
+    assert "overhead, µs a sample" in output
+    cells = {(case["source_us"], case["workers"], case["mode"]) for case in numbers["cases"]}
+    assert cells == {(us, workers, mode) for us in (0, 50) for workers in (0, 1) for mode in ("batch", "item")}
+
+
+def test_peers(runs: dict[str, Future[Run]]) -> None:
+    """A library that is not installed is named with the reason."""
+    output, numbers = runs["peers"].result()
+    workloads = numbers["workloads"]
+    for workload in ("mnist-64-0", "mnist-256-0", "images-64-0"):
+        assert {*BUILT_IN, "floor: index_select"} - {"FFCV"} <= set(workloads[workload]["ratios"])
+    if importlib.util.find_spec("ffcv") is None:
+        assert "not compared: FFCV: ModuleNotFoundError" in output
+        assert "FFCV" in workloads["images"]["failed"]

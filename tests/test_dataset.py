@@ -18,7 +18,7 @@ import torch
 from helpers import Source, assert_same, image_and_label, open_descriptors
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from torchcache import CacheBypassWarning, CachedDataset, buffer, errors
+from torchcache import CacheBypassWarning, CachedDataset, buffer, collate, errors
 
 LENGTH = 200
 
@@ -127,6 +127,39 @@ def test_a_collate_function_of_the_users_for_a_type(cache_dir: Path, tmp_path: P
         assert list(DataLoader(cached, batch_size=4)) == list(DataLoader(source, batch_size=4)) == [("mine", 4)] * 2
     finally:
         del default_collate_fn_map[tuple]
+
+
+class Foreign:
+    """A class of another library, which has told PyTorch how to collate it."""
+
+
+class ForeignTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("key", "gathers"),
+    [
+        (Foreign, True),
+        ((Foreign, UserWarning), True),
+        (ForeignTensor, False),
+        (collections.abc.Mapping, False),
+        ((Foreign, list), False),
+        (object, False),
+    ],
+)
+def test_other_libraries_collate_functions(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: Any, gathers: bool
+) -> None:
+    """Those for classes of their own, as tensordict's, slow no batch of others; those that may meet ours are used."""
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    source = Source(8, tmp_path / "reads", image_and_label)
+    cached = CachedDataset(source, key="k")
+    cached.fill(progress=False)
+    monkeypatch.setitem(default_collate_fn_map, key, lambda batch, *, collate_fn_map=None: "theirs")
+    assert collate.is_default() == gathers
+    assert_same(list(DataLoader(cached, batch_size=4)), list(DataLoader(source, batch_size=4)))
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,26 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torchcache.column import Column
 from torchcache.flatten import Flat, Uniform
 from torchcache.leaves import Dims, Spec
-from torchcache.reader import Reader, Rows
+from torchcache.places import Rows
+from torchcache.reader import Reader
 from torchcache.schema import Part, Schema, outline
 
+# What gathered leaves stand for, and the containers around them. Objects of other classes are collated by PyTorch.
+_BASIC = (
+    torch.Tensor,
+    np.ndarray,
+    np.generic,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    tuple,
+    list,
+    dict,
+    type(None),
+)
 _FETCH_CODE = _MapDatasetFetcher.fetch.__code__
 _SUBSET_CODE = Subset.__getitems__.__code__
 
@@ -74,6 +91,15 @@ _known_map = {
 
 
 def feeds_default_collate(caller: FrameType) -> bool:
+    """Whether what ``__getitems__`` returns to this frame goes to ``default_collate``, which does what it always does.
+
+    Args:
+        caller: as for ``goes_to_default_collate``.
+    """
+    return goes_to_default_collate(caller) and is_default()
+
+
+def goes_to_default_collate(caller: FrameType) -> bool:
     """Whether what ``__getitems__`` returns to this frame goes to ``default_collate`` as it is.
 
     Args:
@@ -85,13 +111,31 @@ def feeds_default_collate(caller: FrameType) -> bool:
         frame = frame.f_back
     if frame is None or frame.f_code is not _FETCH_CODE:
         return False
-    return frame.f_locals["self"].collate_fn is default_collate and is_default()
+    return frame.f_locals["self"].collate_fn is default_collate
+
+
+def collated(batch: Any) -> list[Any]:
+    """A list of one object that ``default_collate`` turns into this batch, which is one already."""
+    return [Gathered(batch)]
 
 
 def is_default() -> bool:
-    """Whether ``default_collate`` does what it does by default: nobody has registered a function of their own."""
+    """Whether ``default_collate`` does what it does by default with what samples are made of.
+
+    Nobody has replaced its functions, or added some but for classes of their own (tensordict does so on import).
+    """
+    functions = default_collate_fn_map
     # Numbers become tensors on the default device. (Asking for that itself takes five times as long.)
-    return default_collate_fn_map == _known_map and torch.empty(0).is_cpu
+    return (functions == _known_map or _concern_others(tuple(functions.items()))) and torch.empty(0).is_cpu
+
+
+@lru_cache(maxsize=16)
+def _concern_others(functions: tuple[tuple[Any, Any], ...]) -> bool:
+    added = dict(functions)
+    if any(added.pop(key, None) is not function for key, function in _known_map.items()):
+        return False
+    classes = [cls for key in added for cls in (key if isinstance(key, tuple) else (key,))]
+    return not any(issubclass(cls, _BASIC) or any(issubclass(basic, cls) for basic in _BASIC) for cls in classes)
 
 
 def batch_of(reader: Reader, rows: Rows) -> list[Any]:

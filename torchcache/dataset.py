@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
-from torchcache import ahead, collate, folder, location
+from torchcache import ahead, collate, folder, location, report
 from torchcache.connection import Cache, Connection, Settings
 from torchcache.errors import InPlaceWriteError, StoreError
 from torchcache.fill import CLAIM_TIMEOUT_S, Fetched
 from torchcache.fingerprint import fingerprint
 from torchcache.indices import as_position, checked_length, counted_from_start
+from torchcache.items import READ_ERRORS
 from torchcache.schema import Schema
 from torchcache.source import UncacheableSourceError
 from torchcache.split import split_dataset
@@ -66,6 +67,10 @@ class CachedDataset(Dataset[Any]):
     Args:
         dataset: the source: any object with ``__getitem__`` and ``__len__`` (and ``__getitems__`` if it has one).
         transform: applied to each sample after the cache, on every read: the place for random augmentation.
+        batch_transform: applied to each batch as ``default_collate`` makes it, in one call: the place for a conversion
+            or a normalisation that needs no look at single samples. Only a ``DataLoader`` that collates by
+            ``default_collate`` makes such batches; every other read raises ``TypeError``, so that no sample is seen
+            without it.
         cache_dir: the folder of the stores; default ``$CACHE_DIR``, else the user's cache folder.
         name: prefix of the store's folder; default the name of the dataset's class.
         key: identity of the content; default ``fingerprint(dataset)``. Two datasets of one key share a store, if they
@@ -104,6 +109,7 @@ class CachedDataset(Dataset[Any]):
         dataset: Any,
         transform: Callable[[Any], Any] | None = None,
         *,
+        batch_transform: Callable[[Any], Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
         key: str | None = None,
@@ -128,12 +134,21 @@ class CachedDataset(Dataset[Any]):
         path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, identity.key)
         location.refuse_nesting(path, dataset)
         folder.refuse_foreign(path)  # a folder that is something else is refused now, not in mid-epoch
-        self._set_up(dataset, transform, copy, Connection(path, identity, dataset, settings, watched=key is None))
+        connection = Connection(path, identity, dataset, settings, watched=key is None)
+        self._set_up(dataset, transform, batch_transform, copy, connection)
         if self._connection.exists:
             self._connection.open()
 
-    def _set_up(self, dataset: Any, transform: Callable[[Any], Any] | None, copy: bool, connection: Connection) -> None:
-        self.__dict__.update(dataset=dataset, transform=transform)  # the dataset may have attributes of these names
+    def _set_up(
+        self,
+        dataset: Any,
+        transform: Callable[[Any], Any] | None,
+        batch_transform: Callable[[Any], Any] | None,
+        copy: bool,
+        connection: Connection,
+    ) -> None:
+        # The dataset may have attributes of these names.
+        self.__dict__.update(dataset=dataset, transform=transform, batch_transform=batch_transform)
         self._copy = copy
         self._connection = connection
         self._counts = _Counts()
@@ -144,6 +159,7 @@ class CachedDataset(Dataset[Any]):
         path: str | os.PathLike[str],
         transform: Callable[[Any], Any] | None = None,
         *,
+        batch_transform: Callable[[Any], Any] | None = None,
         copy: bool = True,
         allow_pickle: bool = False,
         trust: bool = False,
@@ -153,6 +169,7 @@ class CachedDataset(Dataset[Any]):
         Args:
             path: the store's folder (``ds.path``).
             transform: as for ``CachedDataset``.
+            batch_transform: as for ``CachedDataset``.
             copy: as for ``CachedDataset``.
             allow_pickle: as for ``CachedDataset``.
             trust: as for ``CachedDataset``.
@@ -162,7 +179,8 @@ class CachedDataset(Dataset[Any]):
         """
         self = cls.__new__(cls)
         settings = Settings(on_random="allow", allow_pickle=allow_pickle, trust=trust)
-        self._set_up(None, transform, copy, Connection(Path(os.fsdecode(path)).absolute(), None, None, settings))
+        connection = Connection(Path(os.fsdecode(path)).absolute(), None, None, settings)
+        self._set_up(None, transform, batch_transform, copy, connection)
         self._connection.open()
         return self
 
@@ -219,13 +237,7 @@ class CachedDataset(Dataset[Any]):
     @property
     def stats(self) -> Stats:
         """What the cache has done so far."""
-        cache, totals = self._connection.open(), Counters()
-        if cache is not None:
-            try:
-                cache.filler.flush()
-                totals = cache.store.counters() + cache.filler.uncounted
-            except StoreError as error:
-                self._connection.bypass(error)
+        totals = self._totals()
         return Stats(
             hits=self._counts.hits,
             misses=self._counts.misses,
@@ -235,6 +247,34 @@ class CachedDataset(Dataset[Any]):
             samples_cached=totals.samples,
             bytes_cached=totals.nbytes,
         )
+
+    def _totals(self) -> Counters:
+        cache = self._connection.open()
+        try:
+            if cache is not None:
+                cache.filler.flush()
+                return cache.store.counters() + cache.filler.uncounted
+        except StoreError as error:
+            self._connection.bypass(error)
+        return Counters()
+
+    def report(self) -> str:
+        """What the cache saves each epoch, in a line, or that it saves nothing because the source is as fast.
+
+        The time of a read from the source is the mean over all processes and runs; that of a cached read is measured
+        now, over some samples, one by one. ``transform`` is part of neither.
+
+        Example:
+            >>> print(train.report())  # after the first epoch
+        """
+        totals, cache, seconds = self._totals(), self._connection.open(), None
+        try:
+            if cache is not None:
+                cache.filler.refresh()
+                seconds = report.seconds_per_cached_read(cache.reader)
+        except StoreError as error:
+            self._connection.bypass(error)
+        return report.line(self.path.name, totals, len(self), seconds)
 
     def fill(self, num_workers: int = 0, progress: bool = True, *, indices: Sequence[int] | None = None) -> None:
         """Reads everything that is not cached yet, in the order of the indices.
@@ -296,12 +336,17 @@ class CachedDataset(Dataset[Any]):
         return cache.store.identity.length
 
     def __getitem__(self, index: Any) -> Any:
+        if self.batch_transform is not None:
+            raise self._not_a_batch()
+        return self._item(index)
+
+    def _item(self, index: Any) -> Any:
         cache = self._connection.ready
-        if cache is not None and type(index) is int and self.transform is None and cache.reader.holds(index):
-            values = None if self._has_shrunk(cache) else self._values(index, cache)
-            if values is not None:
+        if cache is not None and type(index) is int and self.transform is None:
+            found = self._cached_item(index, cache)
+            if found is not None:
                 self._counts.hits += 1
-                return self._hit(*values)
+                return found[0]
         position = index if type(index) is int else as_position(index)
         if position is None:
             return self._foreign(index)
@@ -311,19 +356,41 @@ class CachedDataset(Dataset[Any]):
             self._connection.leave(str(error))
             return self._samples([position])[0]
 
+    def _cached_item(self, index: int, cache: Cache) -> tuple[Any] | None:
+        """A cached sample, if its index is that of one as it is; no time is lost here."""
+        reader = cache.reader
+        if not 0 <= index < reader.length or (self.dataset is not None and index >= len(self.dataset)):
+            return None
+        if reader.read is not None and self._copy:
+            try:
+                return (reader.read(index),)
+            except READ_ERRORS:
+                pass  # what is wrong is found out below
+        values = self._values(index, cache) if reader.holds(index) else None
+        return None if values is None else (self._hit(*values),)
+
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch; what a ``DataLoader`` calls."""
+        caller = sys._getframe(1)
+        if self.batch_transform is None:
+            return self._batch(indices, self.transform is None and collate.feeds_default_collate(caller))
+        if not collate.goes_to_default_collate(caller):
+            raise self._not_a_batch()
+        to_collate = self.transform is None and collate.is_default()
+        return collate.collated(self.batch_transform(default_collate(self._batch(indices, to_collate))))
+
+    def _batch(self, indices: Sequence[Any], to_collate: bool) -> Any:
+        """The samples of a batch, or, ``to_collate``, what stands for them until ``default_collate``."""
         cache = self._connection.ready or self._connection.begin()
         if cache is None:
             return self._uncached(indices)
-        to_collate = self.transform is None and collate.feeds_default_collate(sys._getframe(1))
         if to_collate and not self._has_shrunk(cache):
             batch = self._gathered(indices, cache)
             if batch is not None:
                 return batch
         positions = indices if set(map(type, indices)) == {int} else [as_position(index) for index in indices]
         if None in positions:
-            return [self[index] for index in indices]
+            return [self._item(index) for index in indices]
         try:
             return self._samples(positions, to_collate=to_collate)
         except UncacheableSourceError as error:
@@ -334,7 +401,7 @@ class CachedDataset(Dataset[Any]):
         """A batch as a loader would get it from the dataset itself."""
         batched = getattr(self.dataset, "__getitems__", None)
         if batched is None:
-            return [self[index] for index in indices]
+            return [self._item(index) for index in indices]
         found = batched(indices)
         self._counts.misses += len(indices)
         if self.transform is None:
@@ -345,6 +412,13 @@ class CachedDataset(Dataset[Any]):
                 f"collated batches"
             )
         return [self.transform(sample) for sample in found]
+
+    def _not_a_batch(self) -> TypeError:
+        return TypeError(
+            f"batch_transform= works on the batches that a DataLoader makes with default_collate, and this is another "
+            f"read of {self.path.name}: call it in your collate_fn or on the device, or read single samples through a "
+            f"CachedDataset of the same dataset without it"
+        )
 
     def _gathered(self, indices: Sequence[Any], cache: Cache) -> list[Any] | None:
         """A batch of cached samples for ``default_collate``; ``None`` if they must be had one by one."""
@@ -478,7 +552,8 @@ class CachedDataset(Dataset[Any]):
 
     def __fingerprint__(self) -> Any:
         """What identifies this dataset inside another: not where it is cached."""
-        return (self.path.name if self.dataset is None else self.dataset, self.transform)
+        parts = (self.path.name if self.dataset is None else self.dataset, self.transform)
+        return parts if self.batch_transform is None else (*parts, self.batch_transform)
 
 
 def _describe(transform: Any) -> str:

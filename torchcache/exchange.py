@@ -28,7 +28,8 @@ from torchcache import collate
 from torchcache.dataset import CachedDataset
 from torchcache.flatten import Flat, Uniform, flatten_many
 from torchcache.messages import Later, Message, Received, pack, set_rows, unpack
-from torchcache.reader import Reader, Rows
+from torchcache.places import Rows
+from torchcache.reader import Reader
 from torchcache.schema import Schema
 from torchcache.topology import Topology, find_topology, owners_of
 
@@ -83,6 +84,8 @@ class ExchangeLoader:
     ) -> None:
         if not isinstance(dataset, CachedDataset):
             raise TypeError(f"ExchangeLoader got a {type(dataset).__name__}; wrap it: CachedDataset(dataset)")
+        if dataset.batch_transform is not None and collate_fn not in (None, default_collate):
+            raise TypeError("batch_transform= works on what default_collate makes; call it in your collate_fn")
         if not isinstance(sampler, DistributedSampler):
             raise TypeError(f"ExchangeLoader needs a DistributedSampler, not a {type(sampler).__name__}")
         if batch_size < 1 or prefetch < 1:
@@ -97,7 +100,7 @@ class ExchangeLoader:
         self.topology = find_topology(sampler.num_replicas, sampler.rank, node_rank, num_nodes)
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._source = copy.copy(dataset)  # shares the store
-        self._source.transform = None
+        self._source.transform = self._source.batch_transform = None
         parts = self.topology.parts(len(dataset), seed=0)
         self._owner = owners_of(parts, len(dataset))
         self._server = _servers(self.topology)
@@ -226,6 +229,8 @@ class ExchangeLoader:
                 for number, sample in zip(group.numbers.tolist(), group.samples(), strict=True):
                     samples[number] = sample if transform is None else transform(sample)
             batch = self.collate_fn(samples)
+        if self.dataset.batch_transform is not None:
+            batch = self.dataset.batch_transform(batch)
         if self.pin_memory and torch.cuda.is_available():
             batch = pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch

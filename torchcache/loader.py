@@ -23,7 +23,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torchcache import collate
 from torchcache.dataset import CachedDataset
 from torchcache.errors import StoreError
-from torchcache.reader import Reader, Table, as_indices
+from torchcache.places import Table
+from torchcache.reader import Reader, as_indices
 
 LOOK_UP_SAMPLES = 1 << 16  # places looked up at once; 8 bytes a sample and column
 MOST_HANDED_OVER, HANDED_OVER_BYTES = 8, 2 << 20  # batches that a thread makes at a time, if they are small
@@ -33,7 +34,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """A drop-in for ``torch.utils.data.DataLoader``: the same arguments, batches, order and generator states.
 
     It is faster where the dataset is a complete ``CachedDataset``, or ``Subset``s of one, without ``transform=``, and
-    the batches are made by ``default_collate``; then ``num_workers`` is a number of threads. They pay where they
+    the batches are made by ``default_collate``; then ``num_workers`` is a number of threads, unless there is a
+    ``batch_transform=``. They pay where they
     overlap with work on a device or with pages that must come from the disk; else 0 is fastest. Everything else runs
     as in the parent class, with worker processes.
 
@@ -54,6 +56,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if not collate.is_default() or (self.pin_memory and not torch.cuda.is_available()):
             return None  # the parent knows what to say of it
         dataset, subset = found
+        if dataset.batch_transform is not None and self.num_workers > 0:
+            return None  # in threads, what it draws would come in any order
         cache = dataset._connection.open()
         if cache is None or not dataset.complete:
             return None
@@ -113,8 +117,11 @@ class _Gather:
             columns = [self._reader.take(self._table, c, part[first:last]) for c, part in enumerate(found.places)]
         except StoreError as error:
             self._dataset._connection.bypass(error)
-            return default_collate([self._dataset[index] for index in found.rows[first:last].tolist()])
-        return self._make(columns)
+            batch = default_collate(self._dataset._samples(found.rows[first:last].tolist()))
+        else:
+            batch = self._make(columns)
+        transform = self._dataset.batch_transform
+        return batch if transform is None else transform(batch)
 
 
 class _Found(NamedTuple):

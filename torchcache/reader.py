@@ -13,133 +13,31 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from torchcache import folder
-from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead, column_starts
+from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.flatten import GRAIN_ELEMENTS
+from torchcache.items import reading
+from torchcache.places import CPU, Places, Rows, Table
 from torchcache.readahead import ReadAhead
 from torchcache.schema import Schema
 from torchcache.store import LogEntry, Seal
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
-_FIRST_ROWS = 1024
-_CPU = torch.device("cpu")  # said each time: the user may have set another default
-_NO_OFFSETS = torch.empty(0, dtype=torch.int64, device=_CPU)
+_NO_OFFSETS = torch.empty(0, dtype=torch.int64, device=CPU)
 DENSE_BYTES = 8  # the size of an offset
 VERIFIED_BYTES = 4 << 20  # the checksum of an index so large takes a few milliseconds at each start
 _INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
 # Copied bits are bits: which dtype carries them does not matter, only how many bytes it has.
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-class Table:
-    """Where the samples of one schema lie.
-
-    Attributes:
-        schema: what they share.
-        columns: for each column one 64-bit file offset a sample, in units of ``Column.unit`` bytes: that of the value
-            in a fixed column, that of the record in a ragged one.
-        count: number of samples; the columns may be longer.
-        dense: instead of offsets, for a column of small values in a sealed store: the offset of the first value, and
-            all of them, one after another, as a view of the map.
-    """
-
-    def __init__(self, schema: Schema, columns: list[torch.Tensor] | None = None, count: int = 0) -> None:
-        self.schema = schema
-        self.columns = columns or [torch.empty(_FIRST_ROWS, dtype=torch.int64, device=_CPU) for _ in schema.columns]
-        self.count = count
-        self.dense: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def append(self, entry: LogEntry) -> int:
-        """Adds the samples of a block, and returns the row of the first."""
-        first, last = self.count, self.count + entry.head.count
-        if self.columns and last > len(self.columns[0]):
-            # Replaced, not resized: another thread may be reading the old ones.
-            self.columns = [
-                torch.cat((c[:first], torch.empty(last, dtype=torch.int64, device=_CPU))) for c in self.columns
-            ]
-        for known, (start, unit, steps) in zip(self.columns, _steps(self.schema, entry.head.count), strict=True):
-            np.add(steps, (entry.offset + start) // unit, out=known.numpy()[first:last])
-        self.count = last
-        return first
-
-    def look_up(self, c: int, rows: torch.Tensor) -> torch.Tensor:
-        """For one column the offsets of samples, or the values themselves where it is dense; see ``Reader.take``."""
-        source = self.dense[c][1] if c in self.dense else self.columns[c]
-        return source.index_select(0, rows) if len(source) else rows
-
-
-@lru_cache(maxsize=1024)
-def _steps(schema: Schema, count: int) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
-    """For each column of a block of ``count`` samples: its start, the unit of its offsets, and those of its values."""
-    starts, _ = column_starts(schema.columns, count)
-    return [
-        (start, column.unit, np.arange(count, dtype=np.int64) * (column.stride // column.unit))
-        for start, column in zip(starts, schema.columns, strict=True)
-    ]
-
-
-class Rows(NamedTuple):
-    """Some cached samples of one schema: the table that knows them, and their rows in it."""
-
-    table: Table
-    rows: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Which table and row each sample is in. Replaced as a whole, because other threads read it.
-
-    Attributes:
-        tables: one a schema; grows.
-        schema_of: per sample its schema, -1 for a sample that is not cached.
-        row_of: per sample its row in that schema's table.
-        only: instead of these two, the one table of a sealed store with one schema: every sample's row is its index.
-        sealed: they are an index's, which is of all samples and whose numbers nobody has looked at.
-    """
-
-    tables: list[Table]
-    schema_of: torch.Tensor | None
-    row_of: torch.Tensor | None
-    only: Table | None = None
-    sealed: bool = False
-
-    def place(self, index: int) -> tuple[Table, int]:
-        if self.only is not None:
-            return self.only, index
-        assert self.schema_of is not None and self.row_of is not None
-        rows = self._rows(int(self.schema_of[index]), self.row_of[index : index + 1])
-        return rows.table, int(rows.rows)
-
-    def rows(self, indices: torch.Tensor) -> Rows | None:
-        """Samples that are all cached and share a schema, else ``None``."""
-        if self.only is not None:
-            return Rows(self.only, indices)
-        assert self.schema_of is not None and self.row_of is not None
-        schema_ids = self.schema_of.index_select(0, indices)
-        first = int(schema_ids[0])
-        if (first < 0 and not self.sealed) or bool((schema_ids != first).any()):
-            return None
-        return self._rows(first, self.row_of.index_select(0, indices))
-
-    def _rows(self, schema_id: int, rows: torch.Tensor) -> Rows:
-        if self.sealed and not 0 <= schema_id < len(self.tables):
-            raise CorruptStoreError(f"the index names schema {schema_id}, which there is not")
-        table = self.tables[schema_id]
-        # As unsigned numbers the negative ones are large: one comparison for both ends.
-        if self.sealed and rows.numpy().view(np.uint64).max() >= table.count:
-            raise CorruptStoreError("the index names a row that there is not")
-        return Rows(table, rows)
 
 
 class Reader:
@@ -160,7 +58,7 @@ class Reader:
         self, path: Path, length: int, schemas: list[Schema], *, seal: Seal | None = None, marks: bool = True
     ) -> None:
         self._path = path
-        self._length = length
+        self.length = length
         self._schemas = schemas
         self.sequence = 0  # the log is known up to this number
         self.count = 0  # samples known
@@ -169,12 +67,14 @@ class Reader:
         self._close = weakref.finalize(self, os.close, self._fd)
         self._address = 0  # of the map in memory
         self._ahead = ReadAhead()
+        # Reads the sample of an index: of a sealed store with one schema, and where nothing is wrong.
+        self.read: Callable[[int], Any] | None = None
         self._windows: dict[Column, torch.Tensor] = {}
         if seal is None:
-            self._places = _Places(
+            self._places = Places(
                 [],
-                torch.full((length,), -1, dtype=torch.int32, device=_CPU),
-                torch.zeros(length, dtype=torch.int64, device=_CPU),
+                torch.full((length,), -1, dtype=torch.int32, device=CPU),
+                torch.zeros(length, dtype=torch.int64, device=CPU),
             )
         else:
             self.load_index(seal, verify=seal.nbytes <= VERIFIED_BYTES)
@@ -201,7 +101,7 @@ class Reader:
 
     @property
     def complete(self) -> bool:
-        return self.count == self._length
+        return self.count == self.length
 
     def missing(self, indices: Sequence[int]) -> list[int]:
         """Those of the indices that are not cached."""
@@ -226,21 +126,21 @@ class Reader:
         arrays: list[np.ndarray[Any, Any]] = []
         if sum(len(m) > 0 for m in members) > 1:
             # Rows are numbered anew, in the order of the samples.
-            rank = torch.empty(self._length, dtype=torch.int64, device=_CPU)
+            rank = torch.empty(self.length, dtype=torch.int64, device=CPU)
             for member in members:
-                rank[member] = torch.arange(len(member), device=_CPU)
+                rank[member] = torch.arange(len(member), device=CPU)
             arrays += [schema_of.numpy().astype("<i4"), rank.numpy().astype("<i8")]
         for table, member in zip(tables, members, strict=True):
             rows = Rows(table, row_of[member])
             for c, column in enumerate(table.schema.columns if len(member) else ()):
                 places = self.gather(rows, c) if _is_dense(column) else table.columns[c][rows.rows]
                 arrays.append(places.view(torch.uint8).numpy())
-        body = bytearray(_INDEX.pack(self._length, len(tables)))
+        body = bytearray(_INDEX.pack(self.length, len(tables)))
         body += np.asarray([len(m) for m in members], "<i8").tobytes()
         for array in arrays:
             body += bytes(_padded(HEAD_BYTES + len(body)) - HEAD_BYTES - len(body)) + array.tobytes()
         body += bytes(max(0, PAGE_BYTES - len(body)))
-        return bytearray(BlockHead.of(len(tables), self._length & 0xFFFFFFFF, body).pack() + body)
+        return bytearray(BlockHead.of(len(tables), self.length & 0xFFFFFFFF, body).pack() + body)
 
     def load_index(self, seal: Seal, *, verify: bool = False) -> None:
         """Takes a sealed store's index straight from the map.
@@ -267,8 +167,8 @@ class Reader:
 
     def _unpack_index(self, data: mmap.mmap, seal: Seal) -> None:
         length, schemas = _INDEX.unpack_from(data, seal.offset + HEAD_BYTES)
-        if length != self._length or schemas > len(self._schemas):
-            raise CorruptStoreError(f"{self._path}: the index is of {length} samples, the store of {self._length}")
+        if length != self.length or schemas > len(self._schemas):
+            raise CorruptStoreError(f"{self._path}: the index is of {length} samples, the store of {self.length}")
         position = HEAD_BYTES + _INDEX.size
 
         def take(count: int, dtype: str) -> np.ndarray[Any, Any]:
@@ -303,8 +203,10 @@ class Reader:
                     columns.append(torch.from_numpy(take(counts[i], "<i8")))
             tables[i] = Table(self._schemas[i], columns, counts[i])
             tables[i].dense = dense
-        self._places = _Places(tables, schema_of, row_of, tables[used[0]] if len(used) == 1 else None, True)
+        self._places = Places(tables, schema_of, row_of, tables[used[0]] if len(used) == 1 else None, True)
         self.count = length
+        only = self._places.only
+        self.read = None if only is None else reading(only, data)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -316,13 +218,13 @@ class Reader:
         """
         if type(indices) is list and indices and type(indices[0]) is int and not self.holds(indices[0]):
             return None  # so it is in the epoch that fills: do not look at all of them
-        wanted = as_indices(indices, self._length)
+        wanted = as_indices(indices, self.length)
         return None if wanted is None else self._places.rows(wanted)
 
     def holds(self, index: int) -> bool:
         """Whether this is the index, not counted from the end, of a cached sample."""
         places = self._places
-        return 0 <= index < self._length and (
+        return 0 <= index < self.length and (
             places.sealed or bool(places.schema_of.numpy()[index] >= 0)  # type: ignore[union-attr]
         )
 
@@ -379,7 +281,7 @@ class Reader:
         assert shape is not None and dtype is not None
         count = rows.rows.numel()
         if math.prod(shape) == 0:
-            return torch.empty((count, *shape), dtype=dtype, device=_CPU)
+            return torch.empty((count, *shape), dtype=dtype, device=CPU)
         if out is not None:
             out = out.view(_WIDE[column.unit]).view(count, *_wide_shape(column))
         elif shared:
@@ -402,7 +304,7 @@ class Reader:
         shape, dtype = column.shape, column.torch_dtype
         assert shape is not None and dtype is not None
         if math.prod(shape) == 0:
-            return torch.empty((len(found), *shape), dtype=dtype, device=_CPU)
+            return torch.empty((len(found), *shape), dtype=dtype, device=CPU)
         if c in table.dense:
             return found.clone().view(dtype)
         return self._gather_at(column, dtype, found, None)
@@ -560,7 +462,7 @@ def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | Non
         return torch.index_select(window, 0, offsets, out=out)
     rows = max(1, GRAIN_ELEMENTS // elements)
     if out is None:
-        out = torch.empty((count, *window.shape[1:]), dtype=window.dtype, device=_CPU)
+        out = torch.empty((count, *window.shape[1:]), dtype=window.dtype, device=CPU)
     parts = zip(out.split(rows), offsets.split(rows), strict=True)  # type: ignore[no-untyped-call]
     for part, where in parts:
         torch.index_select(window, 0, where, out=part)
@@ -569,7 +471,7 @@ def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | Non
 
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=dtype, device=_CPU).set_(storage).resize_(shape)
+    return torch.empty(0, dtype=dtype, device=CPU).set_(storage).resize_(shape)
 
 
 def _padded(position: int) -> int:
