@@ -82,6 +82,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "objects",
         "cold",
         "fingerprint",
+        "open",
+        "item",
+        "overhead",
+        "peers",
     )
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     foreign = folders["compared"] / "cache" / "mnist-train-0"
