@@ -402,8 +402,8 @@ class Store:
         own = self._own.pop(sequence, None)
         if own is not None and block is not None and bytes(block[:ID_BYTES]) == own.head.block_id:
             return LogEntry(sequence, own.head, own.owner, self._offset(txn, block), own.indices)
-        if block is None or len(record) < _ENTRY.size:
-            raise CorruptStoreError(f"{self.path}: block {sequence} is missing")
+        if block is None or len(record) < _ENTRY.size or (len(record) - _ENTRY.size) % _NO_INDICES.itemsize:
+            raise CorruptStoreError(f"{self.path}: block {sequence} is missing, or the log does not say what it holds")
         block_id, owner, schema_id, count, nbytes, checksum = _ENTRY.unpack_from(record)
         head = BlockHead(block_id, schema_id, count, nbytes, checksum)
         indices = np.frombuffer(bytes(record[_ENTRY.size :]), "<i8")
