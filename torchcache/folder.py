@@ -19,10 +19,8 @@ from torchcache.errors import NotAStoreError, StoreUnavailableError
 GUARD_FILE, OWNERS = "store.lock", "owners"
 FILES = (DATA_FILE, WRITER_FILE, LMDB_LOCK_FILE, GUARD_FILE)
 GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
-USE_ATTEMPTS, USE_PAUSE_S = (
-    200,
-    0.001,
-)  # who asks whether a store is in use has the lock for microseconds, if not held up
+# Who asks whether a store is in use has the lock for microseconds, if not held up.
+USE_ATTEMPTS, USE_PAUSE_S = 200, 0.001
 
 
 def make(path: Path) -> None:
