@@ -7,7 +7,8 @@ was filled in another order than it is read in, and lies in the page cache. The 
 - cached, own loader: the same through ``torchcache.DataLoader``;
 - uncached: the torchvision data set itself;
 - in RAM: a ``TensorDataset`` of the same images;
-- floor: a data set that does nothing, with a collate function that does nothing: sampler and loader alone.
+- floor: a data set that does nothing, with a collate function that does nothing: sampler and loader alone;
+- ready, with workers: the same, but it returns a batch that it has ready, which the worker only has to send.
 
 Then the gathers alone, also in turns: batches of the store against ``index_select`` on contiguous tensors in RAM, as
 PyTorch does it and on one thread (it spreads even such short copies over threads, and waits for the slowest of them).
@@ -79,7 +80,18 @@ class Nothing(Dataset[Any]):
         return indices
 
 
-def unchanged(batch: list[int]) -> list[int]:
+class Ready(Nothing):
+    """Gives the same batch each time."""
+
+    def __init__(self, samples: int, batch: list[torch.Tensor]) -> None:
+        super().__init__(samples)
+        self.batch = batch
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [column[: len(indices)] for column in self.batch]
+
+
+def unchanged(batch: Any) -> Any:
     """A collate function that does nothing."""
     return batch
 
@@ -123,16 +135,17 @@ def measure_epochs(
     """Seconds of a whole epoch in each round."""
     epoch_seconds(loader(source, args), WARM_UP_BATCHES)
     nothing = Nothing(length(source))
-    return alternate(
-        {
-            "cached": lambda: epoch_seconds(loader(dataset, args)),
-            "cached, own loader": lambda: epoch_seconds(loader(dataset, args, torchcache.DataLoader)),
-            "uncached": lambda: epoch_seconds(loader(source, args)),
-            "in RAM": lambda: epoch_seconds(loader(ram, args)),
-            "floor": lambda: epoch_seconds(loader(nothing, args, collate_fn=unchanged)),
-        },
-        args.rounds,
-    )
+    contestants = {
+        "cached": lambda: epoch_seconds(loader(dataset, args)),
+        "cached, own loader": lambda: epoch_seconds(loader(dataset, args, torchcache.DataLoader)),
+        "uncached": lambda: epoch_seconds(loader(source, args)),
+        "in RAM": lambda: epoch_seconds(loader(ram, args)),
+        "floor": lambda: epoch_seconds(loader(nothing, args, collate_fn=unchanged)),
+    }
+    if args.workers:
+        ready = Ready(length(source), [column[: args.batch_size].clone() for column in ram.tensors])
+        contestants["ready"] = lambda: epoch_seconds(loader(ready, args, collate_fn=unchanged))
+    return alternate(contestants, args.rounds)
 
 
 def gather_loop(ds: CachedDataset, order: torch.Tensor, batch_size: int) -> float:

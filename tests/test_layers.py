@@ -31,7 +31,7 @@ LAYERS = [
     {"places"},
     {"items"},
     {"reader", "staging"},
-    {"packing", "buffer", "report", "messages", "partitioned", "compare", "indices", "watch"},
+    {"packing", "buffer", "recipe", "report", "messages", "partitioned", "compare", "indices", "watch"},
     {"source"},
     {"fill", "ahead", "check"},
     {"collate", "connection", "contents"},

@@ -90,28 +90,21 @@ _known_map = {
 }
 
 
-def feeds_default_collate(caller: FrameType) -> bool:
-    """Whether what ``__getitems__`` returns to this frame goes to ``default_collate``, which does what it always does.
+def fetcher_of(caller: FrameType) -> FrameType | None:
+    """The ``DataLoader``'s fetcher that hands what ``__getitems__`` returns to ``default_collate``, as it is.
 
     Args:
-        caller: as for ``goes_to_default_collate``.
-    """
-    return goes_to_default_collate(caller) and is_default()
+        caller: the frame that called ``__getitems__``: the fetcher's, perhaps with ``Subset``s between.
 
-
-def goes_to_default_collate(caller: FrameType) -> bool:
-    """Whether what ``__getitems__`` returns to this frame goes to ``default_collate`` as it is.
-
-    Args:
-        caller: the frame that called ``__getitems__``: the fetcher of a ``DataLoader``, perhaps with ``Subset``s
-            between.
+    Returns:
+        The fetcher's frame; ``None`` if it goes elsewhere.
     """
     frame: FrameType | None = caller
     while frame is not None and frame.f_code is _SUBSET_CODE:
         frame = frame.f_back
-    if frame is None or frame.f_code is not _FETCH_CODE:
-        return False
-    return frame.f_locals["self"].collate_fn is default_collate
+    if frame is None or frame.f_code is not _FETCH_CODE or frame.f_locals["self"].collate_fn is not default_collate:
+        return None
+    return frame
 
 
 def collated(batch: Any) -> list[Any]:

@@ -101,11 +101,12 @@ class Connection:
         self._watch = Watch(dataset, watched)
         self._duty = Duty(settings.check if settings.on_random == "error" else 0)  # else samples may differ
         self._cache: Cache | None = None
+        self._sealed: tuple[bytes, Reader] | None = None  # of a store that a worker reads from and we do not
         _connections.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self.look_for_changes()
-        return {**self.__dict__, "_cache": None, "ready": None}
+        return {**self.__dict__, "_cache": None, "ready": None, "_sealed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -153,6 +154,27 @@ class Connection:
                 self._compare(count, cache)
         self.ready = self._cache
         return self.ready
+
+    def reader_of(self, path: str, seal: bytes) -> Reader:
+        """A reader of the sealed store that a worker reads from, also if this process does without it.
+
+        Raises:
+            StoreError: if it cannot be read here.
+        """
+        cache = self.open()
+        if cache is not None:
+            if cache.store.seal is None:  # it was not complete yet when we looked
+                cache.filler.refresh()
+            known = cache.filler.sealed()
+            if known is not None and known.block_id == seal:
+                return cache.reader
+        if self._sealed is None or self._sealed[0] != seal:
+            opened = Store.open(Path(path))
+            if opened.seal is None or opened.seal.block_id != seal:
+                raise StoreUnavailableError(f"{path} is not the store any more that a worker reads from")
+            reader = Reader(opened.data_path, opened.identity.length, opened.schemas, seal=opened.seal)
+            self._sealed = seal, reader
+        return self._sealed[1]
 
     def look_for_changes(self) -> None:
         """Does without the store if the dataset was changed since it was wrapped."""
@@ -292,7 +314,7 @@ class Connection:
 
     def close(self) -> None:
         """Publishes what is not published yet and lets go of the store; the next use opens it again."""
-        cache, self._cache, self.ready = self._cache, None, None
+        cache, self._cache, self.ready, self._sealed = self._cache, None, None, None
         if cache is not None:
             cache.filler.close()
 

@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from torchcache import ahead, collate, folder, location, report
+from torchcache import ahead, collate, folder, location, recipe, report
 from torchcache.connection import Cache, Connection, Settings
 from torchcache.errors import InPlaceWriteError, StoreError
 from torchcache.fill import CLAIM_TIMEOUT_S, Fetched
 from torchcache.fingerprint import fingerprint
 from torchcache.indices import as_position, checked_length, counted_from_start
 from torchcache.items import READ_ERRORS
+from torchcache.reader import as_indices
+from torchcache.recipe import Recipe
 from torchcache.schema import Schema
 from torchcache.source import UncacheableSourceError
 from torchcache.split import split_dataset
@@ -152,6 +154,7 @@ class CachedDataset(Dataset[Any]):
         self._copy = copy
         self._connection = connection
         self._counts = _Counts()
+        self._token = recipe.register(self)
 
     @classmethod
     def open(
@@ -371,13 +374,17 @@ class CachedDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch; what a ``DataLoader`` calls."""
-        caller = sys._getframe(1)
-        if self.batch_transform is None:
-            return self._batch(indices, self.transform is None and collate.feeds_default_collate(caller))
-        if not collate.goes_to_default_collate(caller):
+        fetcher = collate.fetcher_of(sys._getframe(1))
+        if self.batch_transform is not None and fetcher is None:
             raise self._not_a_batch()
-        to_collate = self.transform is None and collate.is_default()
-        return collate.collated(self.batch_transform(default_collate(self._batch(indices, to_collate))))
+        to_collate = self.transform is None and fetcher is not None and collate.is_default()
+        if self.batch_transform is not None:
+            return collate.collated(self.batch_transform(default_collate(self._batch(indices, to_collate))))
+        if to_collate and fetcher is not None and recipe.leaves_worker(fetcher):
+            found = self._recipe(indices)
+            if found is not None:
+                return collate.collated(found)
+        return self._batch(indices, to_collate)
 
     def _batch(self, indices: Sequence[Any], to_collate: bool) -> Any:
         """The samples of a batch, or, ``to_collate``, what stands for them until ``default_collate``."""
@@ -431,6 +438,38 @@ class CachedDataset(Dataset[Any]):
         if batch is not None:
             self._counts.hits += len(indices)
         return batch
+
+    def _recipe(self, indices: Sequence[Any]) -> Recipe | None:
+        """What a worker sends in the place of a batch; ``None`` if that cannot be, or would be slower."""
+        cache = self._connection.ready or self._connection.begin()
+        wanted = None if cache is None else as_indices(indices, cache.reader.length)
+        if cache is None or wanted is None or self._has_shrunk(cache):
+            return None
+        try:
+            seal = cache.filler.sealed()
+            rows = None if seal is None else cache.reader.find(wanted)
+        except StoreError:
+            return None  # what is wrong is found out, and said, without a recipe
+        if seal is None or rows is None or collate.shortcut(rows.table.schema) is None:
+            return None
+        if not cache.reader.expects_in_memory(rows):
+            return None
+        return Recipe(self._token, str(self.path), seal.block_id, wanted)
+
+    def received(self, path: str, seal: bytes, indices: torch.Tensor) -> Any:
+        """What a recipe becomes: the batch that ``default_collate`` makes of these samples of a store."""
+        try:
+            reader = self._connection.reader_of(path, seal)
+            rows = reader.find(indices)
+            batch = None if rows is None else default_collate(collate.batch_of(reader, rows))
+        except StoreError as error:
+            self._connection.bypass(error)
+            batch = None
+        if batch is not None:
+            self._counts.hits += len(indices)
+            return batch
+        self._counts.misses += len(indices)
+        return default_collate([self._connection.read_source(index) for index in indices.tolist()])
 
     def _has_shrunk(self, cache: Cache) -> bool:
         """Whether samples are cached that the dataset no longer has."""
@@ -546,6 +585,10 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_connection": self._connection.copy(), "_counts": _Counts()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._token = recipe.register(self, self._token)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.dataset!r}, path={str(self.path)!r})"

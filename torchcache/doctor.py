@@ -110,7 +110,9 @@ def _limits() -> Iterator[Finding]:
             str(SHARED_MEMORY),
             "note" if small else "ok",
             _gib(total),
-            "batches of DataLoader workers pass through it: they die of a bus error when it is full" if small else "",
+            "workers send batches that are not cached through it, and die of a bus error when it is full"
+            if small
+            else "",
             "Start the container with --shm-size=8g or --ipc=host, or use fewer workers" if small else "",
         )
     yield _limit(

@@ -31,7 +31,7 @@ from torchcache.owner import Owner
 from torchcache.packing import LARGEST_SAMPLE_BYTES, pack, without_oversized
 from torchcache.reader import Reader
 from torchcache.source import Source
-from torchcache.store import Claim, Counters, LogEntry, Store
+from torchcache.store import Claim, Counters, LogEntry, Seal, Store
 
 CLAIM_TIMEOUT_S = 60.0  # by default; reading and publishing a batch takes less
 DISK_RESERVE = 0.05  # share of the disk that is left free
@@ -95,6 +95,7 @@ class Filler:
         self._last_seen: dict[bytes, float] = {}  # when an owner last published, as far as we know
         self._uncounted = Counters()  # reads whose samples were not published
         self._next_look = 0  # size of the store at which to look again how full the disk is
+        self._unsealable = False
         self._refused = ""  # why nothing more is admitted
         self._unsaid = ""  # the warning about it, if the caller's thread has not given it yet
         _fillers.add(self)
@@ -294,13 +295,22 @@ class Filler:
             self.refresh()
             self.seal()
 
+    def sealed(self) -> Seal | None:
+        """The seal of a complete store, whoever has set it; ``None`` if it has none."""
+        if self._store.seal is None:
+            self.seal()
+        return self._store.seal
+
     def seal(self) -> None:
         """Seals the store if it is complete. A store that cannot be sealed serves all the same."""
-        if self._store.read_only or self._store.seal is not None or not (self._reader.complete and self._reader.count):
+        if self._store.seal is not None or not (self._reader.complete and self._reader.count):
+            return
+        if self._store.read_only or self._unsealable:
             return
         try:
-            seal = self._store.write_seal(self._reader.pack_index())
+            seal = self._store.read_seal() or self._store.write_seal(self._reader.pack_index())
         except StoreError as error:
+            self._unsealable = True
             logger.info("%s is complete and stays unsealed: %s", self._store.path, error)
             return
         self._reader.load_index(seal)

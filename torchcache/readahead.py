@@ -39,6 +39,11 @@ class ReadAhead:
         self._batches_to_go -= 1
         return self._batches_to_go < 0
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether pages have been in memory for some time, or have not been looked for yet."""
+        return self._calm >= CALM
+
     def announce(self, data: mmap.mmap, address: int, starts: Offsets, nbytes: Offsets | int) -> None:
         """Asks for the pages of a batch, unless pages have been in memory for some time.
 
@@ -53,7 +58,7 @@ class ReadAhead:
             self._calm += 1
         else:
             self._calm = 0
-        if self._calm >= CALM:
+        if self.is_calm:
             self._batches_to_go = LOOK_EVERY
         else:
             ask_for(data, starts, nbytes)

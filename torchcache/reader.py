@@ -67,6 +67,7 @@ class Reader:
         self._close = weakref.finalize(self, os.close, self._fd)
         self._address = 0  # of the map in memory
         self._ahead = ReadAhead()
+        self._tells = _may_ask_for_residency(self._fd, path)
         # Reads the sample of an index: of a sealed store with one schema, and where nothing is wrong.
         self.read: Callable[[int], Any] | None = None
         self._windows: dict[Column, torch.Tensor] = {}
@@ -326,6 +327,13 @@ class Reader:
         if self._ahead.is_due():
             self._announce_places(table, places)
 
+    def expects_in_memory(self, rows: Rows) -> bool:
+        """Whether another process can read these samples without waiting for the disk, as far as is known."""
+        if not (self._tells and self._ahead.is_calm):
+            return False
+        self.announce_rows(rows)
+        return self._ahead.is_calm
+
     def _announce_rows(self, rows: Rows) -> None:
         self._announce_places(rows.table, [rows.table.look_up(c, rows.rows) for c in range(len(rows.table.columns))])
 
@@ -437,6 +445,11 @@ def as_indices(indices: Any, length: int) -> torch.Tensor | None:
         return torch.from_numpy(array)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
+
+
+def _may_ask_for_residency(descriptor: int, path: Path) -> bool:
+    """Whether ``mincore`` tells us which pages of a file are in memory. To others it says that all are."""
+    return os.fstat(descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK)
 
 
 def _is_dense(column: Column) -> bool:

@@ -586,6 +586,12 @@ class Store:
 
     # -- sealing and checking ----------------------------------------------------------------------------
 
+    def read_seal(self) -> Seal | None:
+        """The seal, if anybody has set it meanwhile."""
+        with self._look() as txn:
+            self._read_meta(txn)
+            return self.seal
+
     def write_seal(self, index: bytearray) -> Seal:
         """Makes a complete store a sealed one, unless it is.
 
