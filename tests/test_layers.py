@@ -18,7 +18,7 @@ from torchcache import errors
 
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
-    {"_version", "errors", "packages", "progress", "readahead"},
+    {"_version", "errors", "packages", "progress", "readahead", "serial"},
     {"bytecode", "leaves", "registry", "retry"},
     {"column", "objects"},
     {"digest", "encode", "evidence", "topology"},

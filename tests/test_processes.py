@@ -113,6 +113,65 @@ def test_fork_at_any_moment(cache_dir: Path, source: Source) -> None:
     check_epoch(cached)
 
 
+# What would need more than one of PyTorch's threads: many samples, large ones, such as are not in order in memory.
+THREADLESS = """
+import os, sys
+import numpy as np
+import torch
+import torchcache
+from torchcache import CachedDataset
+
+class Samples:
+    def __init__(self, make, length):
+        self.make, self.length = make, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+def small(i):
+    return torch.from_numpy(np.full(6, i)), i
+
+def large(i):
+    return torch.from_numpy(np.full((512, 1024), i))
+
+def turned(i):
+    return torch.from_numpy(np.full((300, 200, 3), i)).permute(2, 0, 1), torch.from_numpy(np.full((64, 2048), i))[:, ::2]
+
+def mixed(i):
+    return small(i) if i % 2 else small(i)[0]
+
+def use(make, length):
+    source = Samples(make, length)
+    for _ in range(2):
+        with CachedDataset(source, key=make.__name__) as cached:
+            cached.__getitems__(list(range(length // 2)))
+        with CachedDataset(source, key=make.__name__) as cached:
+            cached.fill(progress=False)
+            cached.__getitems__(list(range(length)))
+            for loader in (torch.utils.data.DataLoader, torchcache.DataLoader):
+                if make in (small, large):  # the others PyTorch stacks itself
+                    batch = next(iter(loader(cached, length)))
+                    first = batch if make is large else batch[0]
+                    assert first.reshape(length, -1).numpy()[:, 0].tolist() == list(range(length))
+
+torch.set_num_threads(2)
+torch.ones(1 << 22).add_(1)  # from here on PyTorch has threads, which no child will have
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for make, length in ((small, 40_000), (mixed, 40_000), (large, 3), (turned, 3)):
+    use(make, length)
+"""
+
+
+def test_a_forked_process_needs_no_threads_of_pytorch(cache_dir: Path) -> None:
+    """In the child of a process that has used them, a call that would be spread over them never ends."""
+    subprocess.run([sys.executable, "-c", THREADLESS], check=True, timeout=100)
+
+
 FILL = """
 import sys
 from pathlib import Path

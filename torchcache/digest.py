@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from torchcache.serial import contiguous
+
 KEY_BYTES = 16
 CHUNK_BYTES = 4 << 20  # large buffers are hashed in pieces, in threads: hashlib lets go of the GIL
 SMALL_BYTES = 1 << 16  # a shorter buffer goes into its parent's hash as it is
@@ -67,6 +69,6 @@ def tensor_buffers(tensor: torch.Tensor) -> list[Any]:
     elif tensor.device.type == "meta":
         return []
     else:
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        plain = contiguous(tensor.detach().cpu())
         return [plain.reshape(-1).view(torch.uint8).numpy()]
     return [buffer for part in parts for buffer in (repr(list(part.shape)).encode(), *tensor_buffers(part))]

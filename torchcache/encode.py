@@ -20,6 +20,7 @@ from torchcache.errors import UnsupportedSampleError
 from torchcache.leaves import DTYPE_NAMES, MAX_DEPTH, NUMBER_DTYPES, Dims, Leaves, Spec
 from torchcache.objects import Rule, rule_for, take_sparse
 from torchcache.registry import Flatten, Registration, Unflatten, find_class, record, type_name
+from torchcache.serial import contiguous
 
 MAX_CHILDREN = 1024  # items of one container that become columns of their own
 # Lists of numbers up to this length become one column an item, which batches gather; longer ones are one column.
@@ -144,8 +145,6 @@ def _encode_tensor(x: torch.Tensor, leaves: Leaves, depth: int) -> Spec:
                 "a tensor that is part of a graph (requires_grad, not a leaf) must be detached"
             )
         x = x.detach()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
     dims = tuple(x.shape)
     order = _dense_order(x)
     if order:
@@ -153,7 +152,7 @@ def _encode_tensor(x: torch.Tensor, leaves: Leaves, depth: int) -> Spec:
     if x.numel() == 0:
         leaves.append((dims, b""))
     else:
-        x = x.contiguous().view(-1)
+        x = contiguous(x).view(-1)
         data = x.numpy() if dtype in NUMPY_DTYPES else x.view(torch.uint8).numpy()
         leaves.append((dims, data.view(np.uint8)))
     return ("tensor", DTYPE_NAMES[dtype], len(dims), order, int(requires_grad))

@@ -12,10 +12,7 @@ import torch
 from torchcache.encode import NUMPY_DTYPES, encode, stored_whole
 from torchcache.errors import UnsupportedSampleError
 from torchcache.leaves import DTYPE_NAMES, MAX_DEPTH, NUMBER_DTYPES, Dims, Leaf, Leaves, Spec
-
-# at::internal::GRAIN_SIZE: below it PyTorch uses one thread. Above, it waits for the slowest of several at the end of
-# each call, and where a core has other work to do, that is a scheduler's time slice: too long for copying a batch.
-GRAIN_ELEMENTS = 32_768
+from torchcache.serial import stack
 
 
 def flatten(sample: Any, *, allow_pickle: bool = False) -> tuple[Spec, Leaves]:
@@ -175,18 +172,6 @@ def _stack_tensors(values: Sequence[Any], columns: list[Uniform | list[Leaf]]) -
         return None
     columns.append(Uniform(tuple(shape), stacked.view(len(values), -1).numpy().view(np.uint8)))
     return ("tensor", DTYPE_NAMES[dtype], len(shape), (), 0)
-
-
-def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.stack`` of equal shapes in calls that PyTorch does not spread over threads (see ``GRAIN_ELEMENTS``)."""
-    elements = values[0].numel()
-    if len(values) * elements < GRAIN_ELEMENTS or elements >= GRAIN_ELEMENTS:
-        return torch.stack(values)  # type: ignore[arg-type]
-    out = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype, device=values[0].device)
-    step = (GRAIN_ELEMENTS - 1) // elements
-    for first in range(0, len(values), step):
-        torch.stack(values[first : first + step], out=out[first : first + step])  # type: ignore[arg-type]
-    return out
 
 
 def _find_unsupported(value: Any, place: str, reason: str) -> tuple[str, str]:

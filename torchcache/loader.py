@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils.data
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Subset, default_collate
@@ -25,6 +26,7 @@ from torchcache.dataset import CachedDataset
 from torchcache.errors import StoreError
 from torchcache.places import Table
 from torchcache.reader import Reader, as_indices
+from torchcache.serial import take
 
 LOOK_UP_SAMPLES = 1 << 16  # places looked up at once; 8 bytes a sample and column
 MOST_HANDED_OVER, HANDED_OVER_BYTES = 8, 2 << 20  # batches that a thread makes at a time, if they are small
@@ -104,7 +106,7 @@ class _Gather:
 
     def look_up(self, indices: torch.Tensor) -> _Found:
         """Looks up where samples lie, given their indices in the loader's dataset."""
-        rows = indices if self._subset is None else self._subset[indices]
+        rows = indices if self._subset is None else take(self._subset, indices)
         return _Found(rows, [self._table.look_up(c, rows) for c in range(len(self._table.schema.columns))])
 
     def announce(self, found: _Found, first: int, last: int) -> None:
@@ -208,7 +210,7 @@ def _known_order(loader: DataLoader, length: int) -> Iterator[torch.Tensor] | No
     if type(batches) is not BatchSampler or batches.sampler is not sampler:
         return None
     if type(sampler) is SequentialSampler and len(sampler.data_source) == length:
-        return _pieces(torch.arange(length), batches, None)
+        return _pieces(torch.from_numpy(np.arange(length)), batches, None)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
         return _shuffled(sampler, batches, length) if len(sampler.data_source) == length else None
     return None
@@ -243,7 +245,7 @@ def _cached(dataset: Any) -> tuple[CachedDataset, torch.Tensor | None] | None:
         indices = as_indices(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
         if indices is None:
             return None
-        subset = indices if subset is None else indices[subset]
+        subset = indices if subset is None else take(indices, subset)
         dataset = dataset.dataset
     if type(dataset) is not CachedDataset or dataset.transform is not None:
         return None

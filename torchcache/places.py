@@ -12,6 +12,7 @@ import torch
 from torchcache.block import column_starts
 from torchcache.errors import CorruptStoreError
 from torchcache.schema import Schema
+from torchcache.serial import take
 from torchcache.store import LogEntry
 
 CPU = torch.device("cpu")  # said each time: the user may have set another default
@@ -42,7 +43,7 @@ class Table:
         if self.columns and last > len(self.columns[0]):
             # Replaced, not resized: another thread may be reading the old ones.
             self.columns = [
-                torch.cat((c[:first], torch.empty(last, dtype=torch.int64, device=CPU))) for c in self.columns
+                torch.from_numpy(np.append(c[:first].numpy(), np.empty(last, np.int64))) for c in self.columns
             ]
         for known, (start, unit, steps) in zip(self.columns, _steps(self.schema, entry.head.count), strict=True):
             np.add(steps, (entry.offset + start) // unit, out=known.numpy()[first:last])
@@ -52,7 +53,7 @@ class Table:
     def look_up(self, c: int, rows: torch.Tensor) -> torch.Tensor:
         """For one column the offsets of samples, or the values themselves where it is dense; see ``Reader.take``."""
         source = self.dense[c][1] if c in self.dense else self.columns[c]
-        return source.index_select(0, rows) if len(source) else rows
+        return take(source, rows) if len(source) else rows
 
 
 @lru_cache(maxsize=1024)
@@ -102,11 +103,11 @@ class Places:
         if self.only is not None:
             return Rows(self.only, indices)
         assert self.schema_of is not None and self.row_of is not None
-        schema_ids = self.schema_of.index_select(0, indices)
+        schema_ids = self.schema_of.numpy().take(indices.numpy())
         first = int(schema_ids[0])
         if (first < 0 and not self.sealed) or bool((schema_ids != first).any()):
             return None
-        return self._rows(first, self.row_of.index_select(0, indices))
+        return self._rows(first, take(self.row_of, indices))
 
     def _rows(self, schema_id: int, rows: torch.Tensor) -> Rows:
         if self.sealed and not 0 <= schema_id < len(self.tables):

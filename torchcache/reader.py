@@ -24,11 +24,11 @@ from torchcache import folder
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
-from torchcache.flatten import GRAIN_ELEMENTS
 from torchcache.items import reading
 from torchcache.places import CPU, Places, Rows, Table
 from torchcache.readahead import ReadAhead
 from torchcache.schema import Schema
+from torchcache.serial import select, take
 from torchcache.store import LogEntry, Seal
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
@@ -74,8 +74,8 @@ class Reader:
         if seal is None:
             self._places = Places(
                 [],
-                torch.full((length,), -1, dtype=torch.int32, device=CPU),
-                torch.zeros(length, dtype=torch.int64, device=CPU),
+                torch.from_numpy(np.full(length, -1, np.int32)),
+                torch.from_numpy(np.zeros(length, np.int64)),
             )
         else:
             self.load_index(seal, verify=seal.nbytes <= VERIFIED_BYTES)
@@ -123,18 +123,18 @@ class Reader:
         """The index of a complete store: what ``load_index`` reads. docs/format.md is the specification."""
         tables, schema_of, row_of = self._places.tables, self._places.schema_of, self._places.row_of
         assert schema_of is not None and row_of is not None and self.complete
-        members = [torch.nonzero(schema_of == i)[:, 0] for i in range(len(tables))]
+        members = [np.flatnonzero(schema_of.numpy() == i) for i in range(len(tables))]
         arrays: list[np.ndarray[Any, Any]] = []
         if sum(len(m) > 0 for m in members) > 1:
             # Rows are numbered anew, in the order of the samples.
-            rank = torch.empty(self.length, dtype=torch.int64, device=CPU)
+            rank = np.empty(self.length, "<i8")
             for member in members:
-                rank[member] = torch.arange(len(member), device=CPU)
-            arrays += [schema_of.numpy().astype("<i4"), rank.numpy().astype("<i8")]
+                rank[member] = np.arange(len(member))
+            arrays += [schema_of.numpy().astype("<i4"), rank]
         for table, member in zip(tables, members, strict=True):
-            rows = Rows(table, row_of[member])
+            rows = Rows(table, torch.from_numpy(row_of.numpy()[member]))
             for c, column in enumerate(table.schema.columns if len(member) else ()):
-                places = self.gather(rows, c) if _is_dense(column) else table.columns[c][rows.rows]
+                places = self.gather(rows, c) if _is_dense(column) else take(table.columns[c], rows.rows)
                 arrays.append(places.view(torch.uint8).numpy())
         body = bytearray(_INDEX.pack(self.length, len(tables)))
         body += np.asarray([len(m) for m in members], "<i8").tobytes()
@@ -288,9 +288,9 @@ class Reader:
         elif shared:
             out = _new_shared((count, *shape), dtype).view(_WIDE[column.unit])
         if c in rows.table.dense:
-            found = _select(rows.table.dense[c][1], rows.rows, out)
+            found = select(rows.table.dense[c][1], rows.rows, out)
             return found if dtype is found.dtype else found.view(dtype)
-        offsets = rows.table.columns[c].index_select(0, rows.rows)
+        offsets = take(rows.table.columns[c], rows.rows)
         if self._ahead.is_due():
             self._announce(offsets.numpy() * column.unit, column.stride)
         return self._gather_at(column, dtype, offsets, out)
@@ -307,7 +307,7 @@ class Reader:
         if math.prod(shape) == 0:
             return torch.empty((len(found), *shape), dtype=dtype, device=CPU)
         if c in table.dense:
-            return found.clone().view(dtype)
+            return torch.from_numpy(found.numpy().copy()).view(dtype)
         return self._gather_at(column, dtype, found, None)
 
     def announce(self, indices: Sequence[int]) -> None:
@@ -361,12 +361,12 @@ class Reader:
         self, column: Column, dtype: torch.dtype, offsets: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
         try:
-            found = _select(self._window(column), offsets, out)
+            found = select(self._window(column), offsets, out)
         except IndexError:
             # The file has grown since it was mapped, or the offset was never in it.
-            self._map_to(int(offsets.max()) * column.unit + column.stride)
+            self._map_to(int(offsets.numpy().max()) * column.unit + column.stride)
             try:
-                found = _select(self._window(column), offsets, out)
+                found = select(self._window(column), offsets, out)
             except IndexError as error:
                 raise CorruptStoreError(f"{self._path}: a sample lies outside the file") from error
         return found if dtype is found.dtype else found.view(dtype)
@@ -465,21 +465,6 @@ def _wide_shape(column: Column) -> tuple[int, ...]:
     shape = column.shape
     assert shape is not None
     return (*shape[:-1], shape[-1] * column.itemsize // column.unit) if shape else ()
-
-
-def _select(window: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """``index_select`` in calls that PyTorch does not spread over threads (see ``GRAIN_ELEMENTS``)."""
-    count = offsets.numel()
-    elements = math.prod(window.shape[1:])
-    if count * elements < GRAIN_ELEMENTS or torch.get_num_threads() == 1:
-        return torch.index_select(window, 0, offsets, out=out)
-    rows = max(1, GRAIN_ELEMENTS // elements)
-    if out is None:
-        out = torch.empty((count, *window.shape[1:]), dtype=window.dtype, device=CPU)
-    parts = zip(out.split(rows), offsets.split(rows), strict=True)  # type: ignore[no-untyped-call]
-    for part, where in parts:
-        torch.index_select(window, 0, where, out=part)
-    return out
 
 
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
