@@ -5,6 +5,7 @@ let go of them). The contestants take turns, each with batches of its own:
 
 - map: the gathers of a reader without read-ahead: one page fault after another;
 - read-ahead: the same as they are, the kernel being told of the batch first (``torchcache.readahead``);
+- read-ahead, next: the kernel is told of the next batch, too, as ``torchcache.DataLoader`` does, which knows it;
 - pread: ``--threads`` threads that read the same samples into a tensor, a call each;
 - sequential: the file from its beginning, which shows what the disk can do.
 
@@ -54,8 +55,8 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--sizes-kb", type=positive, nargs="+", default=SIZES_KB, metavar="KB", help="of a sample")
-    parser.add_argument("--file-mb", type=positive, default=1024, metavar="MB", help="default: %(default)s")
-    parser.add_argument("--turn-mb", type=positive, default=64, metavar="MB", help="read a turn at most; default: 64")
+    parser.add_argument("--file-mb", type=positive, default=2048, metavar="MB", help="default: %(default)s")
+    parser.add_argument("--turn-mb", type=positive, default=256, metavar="MB", help="read a turn at most; default: 256")
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--batches", type=positive, default=40, metavar="N", help="a turn at most; default: 40")
     parser.add_argument("--threads", type=positive, default=16, metavar="N", help="that read; default: %(default)s")
@@ -141,6 +142,23 @@ class Store:
             self.reader.gather(rows, 0)
         return clock() - start
 
+    def gathers_ahead(self) -> float:
+        """Seconds to gather the batches of a turn, each being announced before the one before it is gathered."""
+        order = self.order()
+        self.drop()
+        start = clock()
+        found = [self.reader.find(batch) for batch in order]
+        for rows, following in zip(found, [*found[1:], None], strict=True):
+            assert rows is not None
+            self.reader._ahead = self.ahead
+            if rows is found[0]:
+                self.reader.announce_rows(rows)
+            if following is not None:
+                self.reader.announce_rows(following)
+            self.reader._ahead = Never()
+            self.reader.gather(rows, 0)
+        return clock() - start
+
     def preads(self, pool: ThreadPoolExecutor) -> float:
         """Seconds to read the batches of a turn by threads."""
         order = self.order()
@@ -191,6 +209,7 @@ def measure(store: Store, args: argparse.Namespace) -> dict[str, list[float]]:
         cold: dict[str, Callable[[], float]] = {
             "map": lambda: store.gathers(Never(), cold=True),
             "read-ahead": lambda: store.gathers(store.ahead, cold=True),
+            "read-ahead, next": store.gathers_ahead,
             "pread": lambda: store.preads(pool),
             "sequential": store.sequential,
         }
@@ -212,6 +231,7 @@ def report(store: Store, seconds: dict[str, list[float]]) -> dict[str, Spread]:
     print(f"\nsamples of {store.sample_bytes // KB} KB, {store.batches} batches of {store.batch_size}")
     print(table(["contestant", "MB/s [lowest - highest]"], [[name, str(Spread.of(v))] for name, v in rates.items()]))
     pairs = [("read-ahead", other) for other in ("map", "pread", "sequential")]
+    pairs += [("read-ahead, next", other) for other in ("map", "sequential")]
     pairs += [("pread", "sequential"), ("read-ahead, warm", "map, warm")]
     found = {f"{one} / {other}": ratios(rates[one], rates[other]) for one, other in pairs}
     print(table(["rate", "ratio [lowest - highest]"], [[name, str(ratio)] for name, ratio in found.items()]))

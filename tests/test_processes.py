@@ -138,7 +138,8 @@ def large(i):
     return torch.from_numpy(np.full((512, 1024), i))
 
 def turned(i):
-    return torch.from_numpy(np.full((300, 200, 3), i)).permute(2, 0, 1), torch.from_numpy(np.full((64, 2048), i))[:, ::2]
+    image, table = np.full((300, 200, 3), i), np.full((64, 2048), i)
+    return torch.from_numpy(image).permute(2, 0, 1), torch.from_numpy(table)[:, ::2]
 
 def mixed(i):
     return small(i) if i % 2 else small(i)[0]
