@@ -29,7 +29,7 @@ LAYERS = [
     {"block", "environment", "filesystem", "folder", "listing", "location", "owner", "pagecache"},
     {"manifest", "store", "transfer"},
     {"places"},
-    {"items"},
+    {"index", "items"},
     {"reader", "staging"},
     {"packing", "buffer", "recipe", "report", "messages", "partitioned", "compare", "indices", "watch"},
     {"source"},

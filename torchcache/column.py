@@ -21,6 +21,7 @@ RAGGED_ALIGN = 16  # bytes; the largest item size there is (complex128), so that
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SCALARS = {**NUMBER_DTYPES, "complex": "<c16"}
 _RAW = frozenset({"str", "bytes", "bytearray", "bigint", "json", "pickle"})
+_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _NUMBERS = frozenset({"listof", "tupleof"})
 
 # The dtypes whose bytes torch and NumPy share, in this machine's byte order: arrays of these become tensors.
@@ -74,6 +75,17 @@ class Column:
         if self.shape is None or self.torch_dtype is None:
             return 1
         return math.gcd(16, self.shape[-1] * self.itemsize if self.shape else self.itemsize)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """A dtype of ``unit`` bytes, as which a gather copies: bits are bits, whichever dtype carries them."""
+        return _WIDE[self.unit]
+
+    @property
+    def wide_shape(self) -> Dims:
+        """The shape of a value of a fixed column when its bytes are taken as elements of ``wide_dtype``."""
+        assert self.shape is not None
+        return (*self.shape[:-1], self.shape[-1] * self.itemsize // self.unit) if self.shape else ()
 
     @property
     def align(self) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache import folder
-from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead
+from torchcache import folder, index
+from torchcache.block import HEAD_BYTES, BlockHead
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.items import reading
@@ -32,12 +32,7 @@ from torchcache.serial import select, take
 from torchcache.store import LogEntry, Seal
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
-_NO_OFFSETS = torch.empty(0, dtype=torch.int64, device=CPU)
-DENSE_BYTES = 8  # the size of an offset
 VERIFIED_BYTES = 4 << 20  # the checksum of an index so large takes a few milliseconds at each start
-_INDEX = struct.Struct("<QQ")  # samples, schemas; then per schema its samples
-# Copied bits are bits: which dtype carries them does not matter, only how many bytes it has.
-_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Reader:
@@ -121,27 +116,8 @@ class Reader:
 
     def pack_index(self) -> bytearray:
         """The index of a complete store: what ``load_index`` reads. docs/format.md is the specification."""
-        tables, schema_of, row_of = self._places.tables, self._places.schema_of, self._places.row_of
-        assert schema_of is not None and row_of is not None and self.complete
-        members = [np.flatnonzero(schema_of.numpy() == i) for i in range(len(tables))]
-        arrays: list[np.ndarray[Any, Any]] = []
-        if sum(len(m) > 0 for m in members) > 1:
-            # Rows are numbered anew, in the order of the samples.
-            rank = np.empty(self.length, "<i8")
-            for member in members:
-                rank[member] = np.arange(len(member))
-            arrays += [schema_of.numpy().astype("<i4"), rank]
-        for table, member in zip(tables, members, strict=True):
-            rows = Rows(table, torch.from_numpy(row_of.numpy()[member]))
-            for c, column in enumerate(table.schema.columns if len(member) else ()):
-                places = self.gather(rows, c) if _is_dense(column) else take(table.columns[c], rows.rows)
-                arrays.append(places.view(torch.uint8).numpy())
-        body = bytearray(_INDEX.pack(self.length, len(tables)))
-        body += np.asarray([len(m) for m in members], "<i8").tobytes()
-        for array in arrays:
-            body += bytes(_padded(HEAD_BYTES + len(body)) - HEAD_BYTES - len(body)) + array.tobytes()
-        body += bytes(max(0, PAGE_BYTES - len(body)))
-        return bytearray(BlockHead.of(len(tables), self.length & 0xFFFFFFFF, body).pack() + body)
+        assert self.complete
+        return index.pack(self._places, self.length, self.gather)
 
     def load_index(self, seal: Seal, *, verify: bool = False) -> None:
         """Takes a sealed store's index straight from the map.
@@ -161,51 +137,12 @@ class Reader:
             verify and head.checksum_of(value[HEAD_BYTES:]) != head.checksum
         ):
             raise CorruptStoreError(f"{self._path}: the index is damaged")
+        data = self._mapped(0)
         try:
-            self._unpack_index(self._mapped(0), seal)
-        except (ValueError, TypeError, IndexError, struct.error) as error:
+            self._places = index.unpack(data, seal, self.length, self._schemas)
+        except (CorruptStoreError, ValueError, TypeError, IndexError, struct.error) as error:
             raise CorruptStoreError(f"{self._path}: the index cannot be read ({error})") from error
-
-    def _unpack_index(self, data: mmap.mmap, seal: Seal) -> None:
-        length, schemas = _INDEX.unpack_from(data, seal.offset + HEAD_BYTES)
-        if length != self.length or schemas > len(self._schemas):
-            raise CorruptStoreError(f"{self._path}: the index is of {length} samples, the store of {self.length}")
-        position = HEAD_BYTES + _INDEX.size
-
-        def take(count: int, dtype: str) -> np.ndarray[Any, Any]:
-            nonlocal position
-            array: np.ndarray[Any, Any] = np.ndarray((count,), dtype, data, seal.offset + position)
-            position += array.nbytes
-            if position > seal.nbytes:
-                raise CorruptStoreError(f"{self._path}: the index is too short")
-            return array
-
-        counts = take(schemas, "<i8").tolist()
-        if min(counts, default=0) < 0 or sum(counts) != length:
-            raise CorruptStoreError(f"{self._path}: the index counts {sum(counts)} samples, the store {length}")
-        used = [i for i, count in enumerate(counts) if count]
-        schema_of = row_of = None
-        if len(used) > 1:
-            position = _padded(position)
-            schema_of = torch.from_numpy(take(length, "<i4"))
-            position = _padded(position)
-            row_of = torch.from_numpy(take(length, "<i8"))
-        tables = [Table(schema) for schema in self._schemas[:schemas]]
-        for i in used:
-            columns, dense = [], {}
-            for c, column in enumerate(self._schemas[i].columns):
-                position = _padded(position)
-                if _is_dense(column):
-                    first = seal.offset + position
-                    values = torch.from_numpy(take(counts[i] * column.stride, "<u1")).view(_WIDE[column.unit])
-                    dense[c] = first, values.view(counts[i], *_wide_shape(column))
-                    columns.append(_NO_OFFSETS)
-                else:
-                    columns.append(torch.from_numpy(take(counts[i], "<i8")))
-            tables[i] = Table(self._schemas[i], columns, counts[i])
-            tables[i].dense = dense
-        self._places = Places(tables, schema_of, row_of, tables[used[0]] if len(used) == 1 else None, True)
-        self.count = length
+        self.count = self.length
         only = self._places.only
         self.read = None if only is None else reading(only, data)
 
@@ -284,9 +221,9 @@ class Reader:
         if math.prod(shape) == 0:
             return torch.empty((count, *shape), dtype=dtype, device=CPU)
         if out is not None:
-            out = out.view(_WIDE[column.unit]).view(count, *_wide_shape(column))
+            out = out.view(column.wide_dtype).view(count, *column.wide_shape)
         elif shared:
-            out = _new_shared((count, *shape), dtype).view(_WIDE[column.unit])
+            out = _new_shared((count, *shape), dtype).view(column.wide_dtype)
         if c in rows.table.dense:
             found = select(rows.table.dense[c][1], rows.rows, out)
             return found if dtype is found.dtype else found.view(dtype)
@@ -375,9 +312,9 @@ class Reader:
         """The map as a tensor whose row *r* is the value of this column that starts at unit *r* of the file."""
         window = self._windows.get(column)
         if window is None:
-            unit, shape = column.unit, _wide_shape(column)
+            unit, shape = column.unit, column.wide_shape
             elements = torch.frombuffer(self._mapped(1), dtype=torch.uint8)
-            elements = elements[: len(elements) // unit * unit].view(_WIDE[unit])
+            elements = elements[: len(elements) // unit * unit].view(column.wide_dtype)
             strides = torch.empty(shape, device="meta").stride()
             rows = max(len(elements) - math.prod(shape) + 1, 0)
             window = self._windows[column] = elements.as_strided((rows, *shape), (1, *strides))
@@ -452,25 +389,6 @@ def _may_ask_for_residency(descriptor: int, path: Path) -> bool:
     return os.fstat(descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK)
 
 
-def _is_dense(column: Column) -> bool:
-    """Whether the index of a sealed store has the values of this column instead of their offsets.
-
-    A label is no larger than its offset, and 64 labels are 64 cache lines apart where the blocks have them.
-    """
-    return column.shape is not None and column.torch_dtype is not None and 0 < column.stride <= DENSE_BYTES
-
-
-def _wide_shape(column: Column) -> tuple[int, ...]:
-    """The shape of one value when its bytes are taken as elements of ``column.unit`` bytes."""
-    shape = column.shape
-    assert shape is not None
-    return (*shape[:-1], shape[-1] * column.itemsize // column.unit) if shape else ()
-
-
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype, device=CPU).set_(storage).resize_(shape)
-
-
-def _padded(position: int) -> int:
-    return -(-(position - HEAD_BYTES) // COLUMN_ALIGN) * COLUMN_ALIGN + HEAD_BYTES
