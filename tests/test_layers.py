@@ -18,15 +18,15 @@ from torchcache import errors
 
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
-    {"_version", "errors", "packages", "progress", "readahead", "serial"},
-    {"bytecode", "leaves", "registry", "retry"},
+    {"_version", "errors", "packages", "pagecache", "progress", "serial"},
+    {"bytecode", "leaves", "readahead", "registry", "retry"},
     {"column", "objects"},
     {"digest", "encode", "evidence", "topology"},
     {"walk"},
     {"code", "data"},
     {"fingerprint", "guard", "split"},
     {"flatten", "schema"},
-    {"block", "environment", "filesystem", "folder", "listing", "location", "owner", "pagecache"},
+    {"block", "environment", "filesystem", "folder", "listing", "location", "owner"},
     {"manifest", "store", "transfer"},
     {"places"},
     {"index", "items"},

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import torchcache
 from torchcache import CachedDataset, readahead
+from torchcache.pagecache import is_resident
 from torchcache.readahead import CALM, LOOK_EVERY, ReadAhead, _merged, ask_for
 
 PAGE = mmap.PAGESIZE
@@ -36,7 +37,7 @@ class File:
         """Has the kernel forget the pages, and checks that it did."""
         self.map.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if any(ReadAhead._is_in_memory(self.address + page * PAGE) for page in range(PAGES)):
+        if any(is_resident(self.address + page * PAGE) for page in range(PAGES)):
             pytest.skip("this file system keeps its pages in memory")
 
 

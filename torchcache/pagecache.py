@@ -20,6 +20,12 @@ _CACHESTAT = 451  # the number of the system call, on every architecture
 _MEMINFO, _CGROUP, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _HELD = ("anon", "shmem", "total_rss", "total_shmem")  # what cgroups' memory.stat, v2 and v1, call what stays in memory
 
+_PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_mincore = getattr(_libc, "mincore", None)
+if _mincore is not None:
+    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
 
 class Room(NamedTuple):
     """How much the page cache can hold.
@@ -78,12 +84,23 @@ def _held(group: Path) -> int:
     return sum(int(value) for name, value in fields if name in _HELD)
 
 
-def resident_bytes(file: Path) -> int | None:
-    """How much of a file is in memory, in bytes; ``None`` where that cannot be had.
+def may_ask(file: Path) -> bool:
+    """Whether the kernel tells this process which pages of a file are in memory; to others it says that all are."""
+    try:
+        return os.access(file, os.W_OK) or file.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
-    The kernel tells it to those who may write to the file, and has all of it in memory for the others.
-    """
-    if not os.access(file, os.W_OK):
+
+def is_resident(address: int) -> bool:
+    """Whether the page of a mapped file at this address is in memory, as far as the system tells."""
+    found = ctypes.c_ubyte()
+    return _mincore is None or _mincore(address // _PAGE * _PAGE, 1, ctypes.byref(found)) != 0 or bool(found.value & 1)
+
+
+def resident_bytes(file: Path) -> int | None:
+    """How much of a file is in memory, in bytes; ``None`` where that cannot be had."""
+    if not may_ask(file):
         return None
     try:
         with open(file, "rb") as opened:
@@ -95,34 +112,30 @@ def resident_bytes(file: Path) -> int | None:
                 pages = _pages_by_mincore(opened.fileno(), size)
     except OSError:
         return None
-    return None if pages is None else min(size, pages * mmap.PAGESIZE)
+    return None if pages is None else min(size, pages * _PAGE)
 
 
 def _pages_by_cachestat(descriptor: int) -> int | None:
     """Takes microseconds; Linux 6.5 and later."""
     whole, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
-    failed = _libc().syscall(_CACHESTAT, descriptor, ctypes.byref(whole), ctypes.byref(found), 0)
+    failed = _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(whole), ctypes.byref(found), 0)
     return None if failed else int(found[0])
 
 
 def _pages_by_mincore(descriptor: int, size: int) -> int | None:
     """Takes some 15 seconds for a terabyte."""
+    if _mincore is None:
+        return None
     data = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
     start = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
-    answers = np.empty(WINDOW_BYTES // mmap.PAGESIZE, np.uint8)
+    answers = np.empty(WINDOW_BYTES // _PAGE, np.uint8)
     pages = 0
     for offset in range(0, size, WINDOW_BYTES):
         length = min(WINDOW_BYTES, size - offset)
-        if _libc().mincore(
-            ctypes.c_void_p(start + offset), ctypes.c_size_t(length), ctypes.c_void_p(answers.ctypes.data)
-        ):
+        if _mincore(start + offset, length, answers.ctypes.data):
             return None
-        pages += int((answers[: -(-length // mmap.PAGESIZE)] & 1).sum())
+        pages += int((answers[: -(-length // _PAGE)] & 1).sum())
     return pages
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def load(file: Path, progress: Callable[[int], object] = lambda nbytes: None) -> int:

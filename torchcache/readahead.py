@@ -8,20 +8,18 @@ they cannot be had of views, and a busy machine looks like a cold one.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 
 import numpy as np
 import numpy.typing as npt
+
+from torchcache.pagecache import is_resident
 
 LOOK_EVERY = 32  # batches, while pages are in memory; a look takes microseconds
 CALM = 64  # looks that must find their page in memory, one after another, before batches are no longer announced
 PIECE_BYTES = 128 << 10  # the kernel takes no more at a time than its read-ahead size, which is rarely set lower
 
 _PAGE = mmap.PAGESIZE
-_mincore = getattr(ctypes.CDLL(None), "mincore", None)
-if _mincore is not None:
-    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 Offsets = npt.NDArray[np.int64]
 
@@ -54,7 +52,7 @@ class ReadAhead:
             nbytes: their lengths. All of them lie inside the map.
         """
         self._looks += 1
-        if self._is_in_memory(address + int(starts[self._looks % len(starts)])):
+        if is_resident(address + int(starts[self._looks % len(starts)])):
             self._calm += 1
         else:
             self._calm = 0
@@ -62,13 +60,6 @@ class ReadAhead:
             self._batches_to_go = LOOK_EVERY
         else:
             ask_for(data, starts, nbytes)
-
-    @staticmethod
-    def _is_in_memory(address: int) -> bool:
-        if _mincore is None:
-            return True
-        found = ctypes.c_ubyte()
-        return _mincore(address // _PAGE * _PAGE, 1, ctypes.byref(found)) != 0 or bool(found.value & 1)
 
 
 def ask_for(data: mmap.mmap, starts: Offsets, nbytes: Offsets | int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache import folder, index
+from torchcache import folder, index, pagecache
 from torchcache.block import HEAD_BYTES, BlockHead
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
@@ -62,7 +62,7 @@ class Reader:
         self._close = weakref.finalize(self, os.close, self._fd)
         self._address = 0  # of the map in memory
         self._ahead = ReadAhead()
-        self._tells = _may_ask_for_residency(self._fd, path)
+        self._tells = pagecache.may_ask(path)
         # Reads the sample of an index: of a sealed store with one schema, and where nothing is wrong.
         self.read: Callable[[int], Any] | None = None
         self._windows: dict[Column, torch.Tensor] = {}
@@ -382,11 +382,6 @@ def as_indices(indices: Any, length: int) -> torch.Tensor | None:
         return torch.from_numpy(array)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-
-
-def _may_ask_for_residency(descriptor: int, path: Path) -> bool:
-    """Whether ``mincore`` tells us which pages of a file are in memory. To others it says that all are."""
-    return os.fstat(descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK)
 
 
 def _new_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
