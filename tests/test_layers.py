@@ -19,7 +19,7 @@ from torchcache import errors
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
     {"_version", "errors", "packages", "pagecache", "progress", "serial"},
-    {"bytecode", "leaves", "readahead", "registry", "retry"},
+    {"bytecode", "leaves", "provenance", "readahead", "registry", "retry"},
     {"column", "objects"},
     {"digest", "encode", "evidence", "topology"},
     {"walk"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"fingerprint", "guard", "split"},
     {"flatten", "schema"},
     {"block", "environment", "filesystem", "folder", "listing", "location", "owner"},
-    {"manifest", "store", "transfer"},
+    {"manifest", "store", "transfer", "usage"},
     {"places"},
     {"index", "items"},
     {"reader", "staging"},

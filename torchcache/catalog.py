@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from torchcache import folder, owner, pagecache, store
+from torchcache import folder, owner, pagecache, store, usage
 from torchcache.contents import (
     ColumnInfo,
     Description,
@@ -75,6 +75,8 @@ class StoreInfo:
         length: how many the dataset has.
         source_reads: how often the source was asked for a sample, by all processes in all runs.
         source_seconds: how long that took, added up over all processes.
+        hits: source reads saved: samples that came from the store, as processes have recorded when they ended.
+        hits_by_day: the same by day, in days since 1970-01-01 (UTC); ``usage.EARLIER`` for all older ones.
         nbytes: what the folder takes on the disk, in bytes.
         resident_bytes: how much of it is in memory; ``None`` where the system does not tell.
         last_used: when a process last opened it to use it, or wrote to it; seconds since 1970.
@@ -91,6 +93,8 @@ class StoreInfo:
     length: int | None
     source_reads: int | None
     source_seconds: float | None
+    hits: int
+    hits_by_day: dict[int, int]
     nbytes: int
     resident_bytes: int | None
     last_used: float
@@ -130,7 +134,7 @@ def inspect(path: Path) -> StoreInfo | None:
     if isinstance(found.error, NotAStoreError) and not _was_ours(path):
         return None
     filling, in_use = _filling(path), folder.in_use(path)
-    identity, counters = found.identity, found.counters
+    identity, counters, used = found.identity, found.counters, usage.read(path)
     try:
         return StoreInfo(
             path=path,
@@ -142,6 +146,8 @@ def inspect(path: Path) -> StoreInfo | None:
             length=None if identity is None else identity.length,
             source_reads=None if counters is None else counters.source_reads,
             source_seconds=None if counters is None else counters.source_seconds,
+            hits=used.total,
+            hits_by_day=used.days,
             nbytes=_disk_bytes(path),
             resident_bytes=pagecache.resident_bytes(path / DATA_FILE),
             last_used=folder.last_used(path),

@@ -7,14 +7,15 @@ import copy
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal
 
 from torch.utils.data import get_worker_info
 
-from torchcache import environment, filesystem, folder, owner, store
+from torchcache import environment, filesystem, folder, owner, provenance, store, usage
 from torchcache.check import Duty, check_samples, is_first_process
 from torchcache.errors import (
     CacheBypassWarning,
@@ -80,33 +81,45 @@ class Connection:
         identity: what the store has to hold; ``None``: whatever it holds.
         dataset: the source; ``None``: there is none.
         settings: how the store is used.
-        watched: notice when attributes of the dataset are set, as its key comes from them.
+        parts: what went into the key, which came from the dataset: its attributes are watched. ``None``: the user gave
+            it.
 
     Attributes:
         path: the store's folder.
+        served: where this process has its samples from.
         ready: the open store, once samples may be read: what had to be compared has been.
         bypassed: the store cannot be used: every sample comes from the source.
     """
 
     def __init__(
-        self, path: Path, identity: Identity | None, dataset: Any, settings: Settings, *, watched: bool = False
+        self,
+        path: Path,
+        identity: Identity | None,
+        dataset: Any,
+        settings: Settings,
+        *,
+        parts: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
+        self.served = usage.Served()
         self.ready: Cache | None = None
         self.bypassed = False
         self._identity = identity
         self._dataset = dataset
         self._settings = settings
         self._guard = RandomnessGuard(settings.on_random)
-        self._watch = Watch(dataset, watched)
+        self._parts = parts
+        self._watch = Watch(dataset, parts is not None)
         self._duty = Duty(settings.check if settings.on_random == "error" else 0)  # else samples may differ
         self._cache: Cache | None = None
         self._sealed: tuple[bytes, Reader] | None = None  # of a store that a worker reads from and we do not
+        self._records = False  # at the end of this process
         _connections.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self.look_for_changes()
-        return {**self.__dict__, "_cache": None, "ready": None, "_sealed": None}
+        fresh = {"served": usage.Served(), "_records": False, "_cache": None, "ready": None, "_sealed": None}
+        return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -153,6 +166,7 @@ class Connection:
             if count and cache.known:
                 self._compare(count, cache)
         self.ready = self._cache
+        self._record_at_end()
         return self.ready
 
     def reader_of(self, path: str, seal: bytes) -> Reader:
@@ -162,6 +176,7 @@ class Connection:
             StoreError: if it cannot be read here.
         """
         cache = self.open()
+        self._record_at_end()
         if cache is not None:
             if cache.store.seal is None:  # it was not complete yet when we looked
                 cache.filler.refresh()
@@ -224,13 +239,13 @@ class Connection:
                 )
             return opened
         try:
-            return Store.create(self.path, self._identity)
+            return Store.create(self.path, self._identity, provenance.to_record(self._parts))
         except StoreMismatchError:
             if replace(Store.open(self.path).identity, length=self._identity.length) != self._identity:
                 raise
         # Not the same store, grown: the samples may have moved to other indices.
         self.path = self.path.with_name(f"{self.path.name}-{self._identity.length}")
-        return Store.create(self.path, self._identity)
+        return Store.create(self.path, self._identity, provenance.to_record(self._parts))
 
     def _compare(self, count: int, cache: Cache) -> None:
         length = min(len(self._dataset), cache.store.identity.length)
@@ -317,12 +332,25 @@ class Connection:
         cache, self._cache, self.ready, self._sealed = self._cache, None, None, None
         if cache is not None:
             cache.filler.close()
+        usage.record(self.served, self.path)
+
+    def _record_at_end(self) -> None:
+        if not self._records:
+            self._records = True
+            # Runs at the end of a DataLoader worker too, and when this object is dropped.
+            Finalize(self, usage.record, args=(self.served, self.path), exitpriority=50)
+
+    def begin_again(self) -> None:
+        """In a forked process, which has not served anything yet."""
+        self.ready = None
+        self.served.hits = self.served.misses = self.served.recorded = 0
+        self._records = False
 
 
 def _begin_again() -> None:
     """A forked process looks for itself whether the dataset is still what was wrapped, and what is to be compared."""
     for connection in list(_connections):
-        connection.ready = None
+        connection.begin_again()
 
 
 os.register_at_fork(after_in_child=_begin_again)

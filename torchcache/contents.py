@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchcache import block as blocks
-from torchcache import store
+from torchcache import provenance, store
 from torchcache.block import HEAD_BYTES
 from torchcache.check import check_samples
 from torchcache.column import Column
@@ -66,6 +66,7 @@ class Description:
         duplicate_reads: samples that were read more than once, because an owner stalled.
         claimed: samples that somebody is reading just now.
         schemas: the structures of its samples.
+        parts: what went into its key, by attribute path; empty if the user gave it, ``None`` if that is not known.
     """
 
     format_version: int
@@ -76,6 +77,7 @@ class Description:
     duplicate_reads: int
     claimed: int
     schemas: list[SchemaInfo]
+    parts: dict[str, str] | None
 
 
 def describe(path: Path) -> Description:
@@ -106,6 +108,7 @@ def describe(path: Path) -> Description:
             duplicate_reads=survey.counters.duplicate_reads,
             claimed=sum(map(len, survey.claims.values())),
             schemas=schemas,
+            parts=(provenance.from_record(survey.parts) or {}) if survey.parts else None,
         )
 
 

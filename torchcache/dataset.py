@@ -52,14 +52,6 @@ class Stats:
     bytes_cached: int
 
 
-@dataclass
-class _Counts:
-    """Where samples came from, in this process."""
-
-    hits: int = 0
-    misses: int = 0
-
-
 class CachedDataset(Dataset[Any]):
     """Any map-style dataset, with its samples kept in a memory-mapped store on a local disk.
 
@@ -127,8 +119,9 @@ class CachedDataset(Dataset[Any]):
         settings = Settings(max_bytes, on_random, allow_pickle, check, on_unsupported, claim_timeout_s, trust)
         length = checked_length(dataset)
         source = type(dataset)
+        found = fingerprint(dataset, explain=True) if key is None else None
         identity = Identity(
-            key=fingerprint(dataset) if key is None else str(key),
+            key=str(key) if found is None else found.key,
             source=f"{source.__module__}.{source.__qualname__}",
             length=length,
             allow_pickle=allow_pickle,
@@ -136,7 +129,8 @@ class CachedDataset(Dataset[Any]):
         path = location.cache_folder(cache_dir) / location.store_name(name or source.__name__, identity.key)
         location.refuse_nesting(path, dataset)
         folder.refuse_foreign(path)  # a folder that is something else is refused now, not in mid-epoch
-        connection = Connection(path, identity, dataset, settings, watched=key is None)
+        parts = None if found is None else found.parts
+        connection = Connection(path, identity, dataset, settings, parts=parts)
         self._set_up(dataset, transform, batch_transform, copy, connection)
         if self._connection.exists:
             self._connection.open()
@@ -153,7 +147,7 @@ class CachedDataset(Dataset[Any]):
         self.__dict__.update(dataset=dataset, transform=transform, batch_transform=batch_transform)
         self._copy = copy
         self._connection = connection
-        self._counts = _Counts()
+        self._served = connection.served
         self._token = recipe.register(self)
 
     @classmethod
@@ -242,8 +236,8 @@ class CachedDataset(Dataset[Any]):
         """What the cache has done so far."""
         totals = self._totals()
         return Stats(
-            hits=self._counts.hits,
-            misses=self._counts.misses,
+            hits=self._served.hits,
+            misses=self._served.misses,
             source_reads=totals.source_reads,
             duplicate_reads=totals.duplicate_reads,
             source_seconds=totals.source_seconds,
@@ -348,7 +342,7 @@ class CachedDataset(Dataset[Any]):
         if cache is not None and type(index) is int and self.transform is None:
             found = self._cached_item(index, cache)
             if found is not None:
-                self._counts.hits += 1
+                self._served.hits += 1
                 return found[0]
         position = index if type(index) is int else as_position(index)
         if position is None:
@@ -410,7 +404,7 @@ class CachedDataset(Dataset[Any]):
         if batched is None:
             return [self._item(index) for index in indices]
         found = batched(indices)
-        self._counts.misses += len(indices)
+        self._served.misses += len(indices)
         if self.transform is None:
             return found
         if not isinstance(found, (list, tuple)):
@@ -436,7 +430,7 @@ class CachedDataset(Dataset[Any]):
             self._connection.bypass(error)
             return None
         if batch is not None:
-            self._counts.hits += len(indices)
+            self._served.hits += len(indices)
         return batch
 
     def _recipe(self, indices: Sequence[Any]) -> Recipe | None:
@@ -466,9 +460,9 @@ class CachedDataset(Dataset[Any]):
             self._connection.bypass(error)
             batch = None
         if batch is not None:
-            self._counts.hits += len(indices)
+            self._served.hits += len(indices)
             return batch
-        self._counts.misses += len(indices)
+        self._served.misses += len(indices)
         return default_collate([self._connection.read_source(index) for index in indices.tolist()])
 
     def _has_shrunk(self, cache: Cache) -> bool:
@@ -516,7 +510,7 @@ class CachedDataset(Dataset[Any]):
             known = [i for i in wanted if i < length]
         with self._connection.discarded_if_empty():
             fetched = cache.filler.fetch(known)
-        self._counts.misses += len(fetched.samples)
+        self._served.misses += len(fetched.samples)
         return fetched, cache
 
     def _finished(self, index: int, samples: dict[int, Any], cache: Cache | None) -> Any:
@@ -527,9 +521,9 @@ class CachedDataset(Dataset[Any]):
         else:
             values = self._values(index, cache)
             if values is not None:
-                self._counts.hits += 1
+                self._served.hits += 1
                 return self._hit(*values)
-            self._counts.misses += 1
+            self._served.misses += 1
             sample = self._connection.read_source(index)
         return sample if self.transform is None else self.transform(sample)
 
@@ -584,10 +578,11 @@ class CachedDataset(Dataset[Any]):
             setattr(dataset, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_connection": self._connection.copy(), "_counts": _Counts()}
+        return {**self.__dict__, "_connection": self._connection.copy(), "_served": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._served = self._connection.served
         self._token = recipe.register(self, self._token)
 
     def __repr__(self) -> str:

@@ -181,6 +181,7 @@ class ExchangeLoader:
         if cache is not None and rows is not None:
             columns = rows.table.schema.columns
             if all(column.shape is not None and column.torch_dtype is not None for column in columns):
+                self._source._served.hits += len(indices)
                 return [_Cached(cache.reader, rows, numbers)]
         return [_Read(flat) for flat in flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))]
 

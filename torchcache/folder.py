@@ -16,8 +16,8 @@ import filelock
 from torchcache.environment import DATA_FILE, LMDB_LOCK_FILE, WRITER_FILE
 from torchcache.errors import NotAStoreError, StoreUnavailableError
 
-GUARD_FILE, OWNERS = "store.lock", "owners"
-FILES = (DATA_FILE, WRITER_FILE, LMDB_LOCK_FILE, GUARD_FILE)
+GUARD_FILE, OWNERS, USAGE_FILE = "store.lock", "owners", "usage"
+FILES = (DATA_FILE, WRITER_FILE, LMDB_LOCK_FILE, GUARD_FILE, USAGE_FILE)
 GUARD_TIMEOUT_S = 60.0  # creating, sealing and destroying take milliseconds; longer means a stopped process
 # Who asks whether a store is in use has the lock for microseconds, if not held up.
 USE_ATTEMPTS, USE_PAUSE_S = 200, 0.001
@@ -103,17 +103,23 @@ def mark_used(path: Path, descriptor: int) -> None:
         path: the store's folder.
         descriptor: its data file, open.
     """
-    for _ in range(USE_ATTEMPTS):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                break  # a file system without locks
-            time.sleep(USE_PAUSE_S)
+    locked(descriptor, fcntl.LOCK_SH)
     # Not the data file's own times: a look at the store changes them too.
     with contextlib.suppress(OSError):  # only read here
         os.utime(path / GUARD_FILE)
+
+
+def locked(descriptor: int, operation: int) -> bool:
+    """Locks an open file that others lock for microseconds; whether that was possible."""
+    for _ in range(USE_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                return False  # a file system without locks
+            time.sleep(USE_PAUSE_S)
+    return False
 
 
 def last_used(path: Path) -> float:

@@ -180,7 +180,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
             if wanted is None:  # negative ones, say: as without the shortcut
                 yield _bound(fetcher.fetch, indices)
             else:
-                dataset._counts.hits += len(wanted)
+                dataset._served.hits += len(wanted)
                 found = gather.look_up(wanted)
                 gather.announce(found, 0, len(wanted))
                 yield _bound(gather.batch, found, 0, len(wanted))
@@ -192,7 +192,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
         gather.announce(found, 0, size)
         for first in range(0, len(chunk), size):
             last = min(first + size, len(chunk))
-            dataset._counts.hits += last - first
+            dataset._served.hits += last - first
             gather.announce(found, last, last + size)  # the disk works while this one is used
             yield _bound(gather.batch, found, first, last)
 

@@ -107,6 +107,7 @@ class Survey(NamedTuple):
         counters: the totals.
         schemas: the schemas, as JSON.
         claims: which samples each owner is reading.
+        parts: what went into the key; empty if that is not known.
     """
 
     entries: list[LogEntry]
@@ -114,6 +115,7 @@ class Survey(NamedTuple):
     counters: Counters
     schemas: list[bytes]
     claims: dict[bytes, np.ndarray[Any, Any]]
+    parts: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +214,15 @@ class Store:
                 store.close()
 
     @classmethod
-    def create(cls, path: Path, identity: Identity) -> Store:
+    def create(cls, path: Path, identity: Identity, parts: bytes = b"") -> Store:
         """Opens the store at ``path``, and makes an empty one first if there is none.
 
         Any number of processes may do so at once. An interrupted creation is completed by the next one.
+
+        Args:
+            path: its folder.
+            identity: what it is to hold.
+            parts: what went into the key, to be kept in a new one (see ``provenance``).
         """
         if not (path / environment.DATA_FILE).exists():
             risk = filesystem.risk(path)
@@ -225,7 +232,7 @@ class Store:
         if not environment.is_created(path, on_doubt=False):
             with folder.guard(path):
                 if not environment.is_created(path, on_doubt=True):
-                    cls(path)._initialise(identity)
+                    cls(path)._initialise(identity, parts)
         store = cls.open(path)
         store.expect(identity)
         return store
@@ -293,7 +300,7 @@ class Store:
             raise CorruptStoreError(f"{self.path} says allow_pickle={self.identity.allow_pickle!r}")
         self._read_schemas(txn)
 
-    def _initialise(self, identity: Identity) -> None:
+    def _initialise(self, identity: Identity, parts: bytes) -> None:
         with self.lock, translated(self.path):
             self._environment(create=True)
         with self._write() as txn:
@@ -301,6 +308,7 @@ class Store:
             txn.put(b"identity", json.dumps(asdict(identity)).encode(), db=meta)
             txn.put(b"counters", _COUNTERS.pack(*Counters().astuple()), db=meta)
             txn.put(b"boot", boot_id(), db=meta)
+            txn.put(b"parts", parts, db=meta)
             txn.put(b"format", _format_line(), db=meta)
         self.close()
 
@@ -568,7 +576,8 @@ class Store:
             texts = [bytes(text) for _, text in cursor]
             entries = self._entries(txn, 0)
             blocks_stored = txn.stat(self._dbs[b"blocks"])["entries"]
-            return Survey(entries, blocks_stored, self._counters(txn), texts, self._claims(txn))
+            parts = bytes(txn.get(b"parts", db=self._dbs[b"meta"], default=b""))
+            return Survey(entries, blocks_stored, self._counters(txn), texts, self._claims(txn), parts)
 
     def count(self, counters: Counters) -> None:
         """Adds to the store's totals."""

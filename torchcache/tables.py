@@ -19,6 +19,7 @@ from torchcache.catalog import Description, Pruned, StoreInfo, VerifyReport
 from torchcache.doctor import Finding
 
 PIPE_WIDTH = 10_000  # columns where there is no terminal: nothing is wrapped or cut
+MOST_DAYS, MOST_PARTS = 7, 40  # that are printed
 NAME_WIDTH = 20  # columns that a name has at least
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -160,7 +161,18 @@ def stores(infos: Sequence[StoreInfo], cache_dir: Path) -> Iterable[Table | str]
     if not infos:
         yield f"no stores under {escaped(str(cache_dir))}"
         return
-    headings = ("store", "state", "samples", "size", "in RAM", "source reads", "source time", "last used", "used by")
+    headings = (
+        "store",
+        "state",
+        "samples",
+        "size",
+        "in RAM",
+        "source reads",
+        "source time",
+        "saved reads",
+        "last used",
+        "used by",
+    )
     rows = [
         (
             info.path.name,
@@ -170,12 +182,13 @@ def stores(infos: Sequence[StoreInfo], cache_dir: Path) -> Iterable[Table | str]
             size(info.resident_bytes),
             "-" if info.source_reads is None else str(info.source_reads),
             duration(info.source_seconds),
+            str(info.hits),
             ago(info.last_used),
             f"{info.filling} filling" if info.filling else "in use" if info.in_use else "",
         )
         for info in infos
     ]
-    yield table(headings, rows, numbers=(2, 3, 4, 5, 6))
+    yield table(headings, rows, numbers=(2, 3, 4, 5, 6, 7))
     for info in infos:
         if info.problem:
             yield escaped(f"{info.path.name}: {info.problem}")
@@ -188,7 +201,7 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
     pairs = [
         ("folder", str(info.path)),
         ("state", info.state + (f": {info.problem}" if info.problem else "")),
-        ("key", info.key or "-"),
+        ("key", (info.key or "-") + (", given by the user" if found is not None and found.parts == {} else "")),
         ("dataset", info.source or "-"),
         ("samples", "-" if info.samples is None else f"{info.samples} of {info.length}"),
         ("size", f"{size(info.nbytes)} on the disk, {size(info.resident_bytes)} of it in RAM"),
@@ -196,6 +209,7 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
             "source reads",
             "-" if info.source_reads is None else f"{info.source_reads} in {duration(info.source_seconds)}",
         ),
+        ("saved reads", _by_day(info)),
         ("last used", ago(info.last_used)),
         ("used by", f"{info.filling} processes that fill it" if info.filling else "some" if info.in_use else "nobody"),
     ]
@@ -208,6 +222,11 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
             ("pickled objects", "allowed" if found.allow_pickle else "none"),
         ]
     yield table(("", ""), pairs)
+    if found is not None and found.parts:
+        yield f"what went into the key: {len(found.parts)} parts"
+        yield table(("part", "value, or a digest of it"), list(found.parts.items())[:MOST_PARTS])
+        if len(found.parts) > MOST_PARTS:
+            yield f"and {len(found.parts) - MOST_PARTS} more; --json has all"
     for number, schema in enumerate(found.schemas if found else ()):
         yield f"structure {number}: {schema.samples} samples"
         rows = [
@@ -215,6 +234,21 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
             for c in schema.columns
         ]
         yield table(("leaf", "kind", "dtype", "shape", "size"), rows, numbers=(4,))
+
+
+def _by_day(info: StoreInfo) -> str:
+    """How many samples came from the store, in all and on the last days."""
+    today = int(time.time() // _SECONDS["d"])
+    days = [(day, info.hits_by_day[day]) for day in sorted(info.hits_by_day, reverse=True) if day >= 0][:MOST_DAYS]
+    text = [f"{count} {'today' if day == today else _date(day)}" for day, count in days]
+    return f"{info.hits}" + (f" ({', '.join(text)})" if text else "")
+
+
+def _date(day: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%d", time.gmtime(day * _SECONDS["d"]))
+    except (OverflowError, ValueError, OSError):  # the file may say anything
+        return f"on day {day}"
 
 
 def report(found: VerifyReport) -> str:
