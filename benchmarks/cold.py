@@ -38,6 +38,7 @@ from common import (
     table,
     write_json,
 )
+from plots import add_plot_option, plot_bars, require_matplotlib
 from torch.utils.data import Dataset
 
 from torchcache import CachedDataset
@@ -61,6 +62,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batches", type=positive, default=40, metavar="N", help="a turn at most; default: 40")
     parser.add_argument("--threads", type=positive, default=16, metavar="N", help="that read; default: %(default)s")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="default: %(default)s")
+    add_plot_option(parser, "the rates")
     add_run_options(parser)
     return parser.parse_args()
 
@@ -225,8 +227,8 @@ def measure(store: Store, args: argparse.Namespace) -> dict[str, list[float]]:
     return seconds | alternate(warm, WARM_ROUNDS * args.rounds)
 
 
-def report(store: Store, seconds: dict[str, list[float]]) -> dict[str, Spread]:
-    """Prints rates and ratios of one sample size; returns the ratios."""
+def report(store: Store, seconds: dict[str, list[float]]) -> tuple[dict[str, Spread], dict[str, Spread]]:
+    """Prints rates and ratios of one sample size, and returns both."""
     rates = {name: [store.turn_bytes / value / 1e6 for value in values] for name, values in seconds.items()}
     print(f"\nsamples of {store.sample_bytes // KB} KB, {store.batches} batches of {store.batch_size}")
     print(table(["contestant", "MB/s [lowest - highest]"], [[name, str(Spread.of(v))] for name, v in rates.items()]))
@@ -235,23 +237,30 @@ def report(store: Store, seconds: dict[str, list[float]]) -> dict[str, Spread]:
     pairs += [("pread", "sequential"), ("read-ahead, warm", "map, warm")]
     found = {f"{one} / {other}": ratios(rates[one], rates[other]) for one, other in pairs}
     print(table(["rate", "ratio [lowest - highest]"], [[name, str(ratio)] for name, ratio in found.items()]))
-    return found
+    return {name: Spread.of(values) for name, values in rates.items()}, found
 
 
 def main() -> int:
     """Measures and reports. Returns the exit status."""
     args = options()
+    if args.plot is not None:
+        require_matplotlib()
     facts = announced_environment()
     results: dict[str, Any] = {}
+    panels: dict[str, dict[str, Spread]] = {}
     with scratch_folder(args.cache_dir, "cold") as folder:
         around = device_read_ahead(folder)
         print(f"the kernel reads {around} around a page fault on this device")
         for size in args.sizes_kb:
             store = Store(folder, size * KB, args)
             seconds = measure(store, args)
-            results[f"{size} KB"] = {"seconds": seconds, "ratios": report(store, seconds)}
+            rates, found = report(store, seconds)
+            results[f"{size} KB"] = {"seconds": seconds, "ratios": found}
+            panels[f"samples of {size} KB"] = rates
             store.close()
     write_json(args, facts, {"read_around": around, "sizes": results})
+    if args.plot is not None:
+        plot_bars(args.plot, panels, "MB/s of samples", "read-ahead")
     return 0
 
 

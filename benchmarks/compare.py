@@ -18,14 +18,13 @@ from common import (
     scratch_folder,
     write_json,
 )
+from plots import plot_epochs, require_matplotlib
 from torch.utils.data import Dataset
 from training import (
     Recipe,
     Training,
     comparison,
     epoch_table,
-    plot_epochs,
-    require_matplotlib,
     run_in_turns,
     select_device,
 )

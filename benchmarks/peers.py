@@ -37,6 +37,7 @@ from common import (
 )
 from data import add_data_options, load_cifar10, load_mnist, prepare_cifar10, prepare_mnist
 from peer_formats import PEERS, Loaders, arrays, as_list
+from plots import add_plot_option, plot_bars, require_matplotlib
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 BATCH_SIZES = {"mnist": (64, 256), "cifar10": (128,), "images": (64,)}
@@ -51,6 +52,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=non_negative, nargs="+", default=[0, 2], metavar="N", help="default: 0 2")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), help="default: all")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="epochs of each; default: %(default)s")
+    add_plot_option(parser, "the ratios")
     add_run_options(parser)
     add_data_options(parser)
     args = parser.parse_args()
@@ -179,8 +181,11 @@ def report(found: dict[str, Any], seconds: dict[str, list[float]]) -> dict[str, 
 def main() -> int:
     """Measures and reports. Returns the exit status."""
     args = options()
+    if args.plot is not None:
+        require_matplotlib()
     facts = announced_environment()
     results: dict[str, Any] = {}
+    panels: dict[str, dict[str, Spread]] = {}
     for name in args.data:
         said, whole = load(name, args)
         source = limited(whole, args.limit)
@@ -192,7 +197,9 @@ def main() -> int:
                 for workers in args.workers:
                     print(f"\n{name}, batches of {size}, {workers} workers")
                     seconds = measure(source, found, size, workers, failed, args.rounds)
-                    results[f"{name}-{size}-{workers}"] = {"seconds": seconds, "ratios": report(found, seconds)}
+                    times = report(found, seconds)
+                    results[f"{name}-{size}-{workers}"] = {"seconds": seconds, "ratios": times}
+                    panels[f"{name}, batches of {size}, {workers} workers"] = times
         for peer, why in failed.items():
             print(f"not compared: {peer}: {why}")
         results[name] = {
@@ -201,6 +208,9 @@ def main() -> int:
             "fill": {peer: {"seconds": of["fill_s"], "bytes": of["bytes"]} for peer, of in found.items()},
         }
     write_json(args, facts, {"workloads": results})
+    if args.plot is not None:
+        ordered = {title: dict(sorted(of.items(), key=lambda pair: pair[1].median)) for title, of in panels.items()}
+        plot_bars(args.plot, ordered, "epoch / torchcache's through a stock DataLoader", OURS)
     return 0
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import io
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import clock, length, non_negative, positive, seed_everything, table, write_atomic
+from common import clock, length, non_negative, positive, seed_everything, table
+from plots import add_plot_option
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,7 +29,7 @@ def add_training_options(parser: argparse.ArgumentParser, *, epochs: int, batch_
     parser.add_argument("--batch-size", type=positive, default=batch_size, metavar="N", help="default: %(default)s")
     parser.add_argument("--workers", type=non_negative, default=0, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: %(default)s")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG of epoch times (needs matplotlib)")
+    add_plot_option(parser, "epoch times")
 
 
 def select_device(name: str) -> torch.device:
@@ -259,34 +258,3 @@ def epoch_table(trainings: Mapping[str, Training]) -> str:
         times = [f"{train_s:.2f}", f"{wait_s:.2f}", f"{run.total('images') / train_s:,.0f}"]
         rows.append(["all", name, *times, f"{run.total('test_s'):.2f}", f"{run.total('test_wait_s'):.2f}", ""])
     return table(header, rows)
-
-
-def require_matplotlib() -> None:
-    """Ends the program at once, rather than after the training, where the plot cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401  optional: only --plot needs it
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install 'torchcache-dataset[bench]'") from None
-
-
-def plot_epochs(path: Path, trainings: Mapping[str, Training], title: str) -> None:
-    """A PNG: for each epoch a bar for each training, the part spent waiting for data in a darker shade."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    width = 0.8 / len(trainings)
-    for position, (name, run) in enumerate(trainings.items()):
-        at = np.arange(1, len(run.epochs) + 1) + (position - (len(trainings) - 1) / 2) * width
-        whole = [epoch.train_s + epoch.test_s for epoch in run.epochs]
-        waits = [epoch.train_wait_s + epoch.test_wait_s for epoch in run.epochs]
-        axes.bar(at, whole, width, color=f"C{position}", alpha=0.45, label=name)
-        axes.bar(at, waits, width, color=f"C{position}", label=f"{name}: waiting for data")
-    axes.set(title=title, xlabel="epoch", ylabel="seconds (training and test)", xticks=range(1, len(whole) + 1))
-    axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    write_atomic(path, image.getvalue())
-    print(f"plot: {path}")

@@ -119,11 +119,19 @@ def runs(folders: dict[str, Path]) -> Iterator[dict[str, Future[Run]]]:
         "objects": (*OBJECTS, "--price-per-1000", 0.5),
         "resnet": (*RESNET, "--compare", "--uint8", "--image-folder", images(folders["images"])),
         "shuffles": (*SHUFFLES, *data),
-        "cold": COLD,
+        "cold": (*COLD, "--plot", folders["cold"] / "rates.svg"),
         "open": OPEN,
         "item": ITEM,
         "overhead": OVERHEAD,
-        "peers": (*PEERS, *data, "--peers", *BUILT_IN, "LMDB, a pickle a sample"),
+        "peers": (
+            *PEERS,
+            *data,
+            "--peers",
+            *BUILT_IN,
+            "LMDB, a pickle a sample",
+            "--plot",
+            folders["peers"] / "peers.png",
+        ),
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(run, folders[name], *program) for name, program in programs.items()}
@@ -140,7 +148,6 @@ def test_lenet_without_a_cache(runs: dict[str, Future[Run]], folders: dict[str, 
 
 
 def test_lenet_compared(runs: dict[str, Future[Run]], folders: dict[str, Path]) -> None:
-    pytest.importorskip("matplotlib")
     output, numbers = runs["compared"].result()
     assert "losses: identical, bit for bit, in all 8 steps" in output
     assert numbers["comparison"]["first_different_step"] is None
@@ -214,6 +221,7 @@ def test_cold_pages(runs: dict[str, Future[Run]], folders: dict[str, Path]) -> N
     for size in numbers["sizes"].values():
         assert {"map", "read-ahead", "pread", "sequential"} < set(size["seconds"])
     assert not list((folders["cold"] / "cache").iterdir())
+    assert "read-ahead, next" in (folders["cold"] / "rates.svg").read_text()
 
 
 def test_opening(runs: dict[str, Future[Run]]) -> None:
@@ -241,9 +249,10 @@ def test_fill_overhead(runs: dict[str, Future[Run]]) -> None:
     assert cells == {(us, workers, mode) for us in (0, 50) for workers in (0, 1) for mode in ("batch", "item")}
 
 
-def test_peers(runs: dict[str, Future[Run]]) -> None:
+def test_peers(runs: dict[str, Future[Run]], folders: dict[str, Path]) -> None:
     """A library that is not installed is named with the reason."""
     output, numbers = runs["peers"].result()
+    assert (folders["peers"] / "peers.png").read_bytes().startswith(b"\x89PNG")
     workloads = numbers["workloads"]
     for workload in ("mnist-64-0", "mnist-256-0", "images-64-0"):
         assert {*BUILT_IN, "floor: index_select"} - {"FFCV"} <= set(workloads[workload]["ratios"])
