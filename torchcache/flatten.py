@@ -14,6 +14,8 @@ from torchcache.errors import UnsupportedSampleError
 from torchcache.leaves import DTYPE_NAMES, MAX_DEPTH, NUMBER_DTYPES, Dims, Leaf, Leaves, Spec
 from torchcache.serial import stack
 
+RECORD_BYTES = 16  # about what a value costs beside its own bytes, where shapes differ
+
 
 def flatten(sample: Any, *, allow_pickle: bool = False) -> tuple[Spec, Leaves]:
     """Takes a sample apart.
@@ -80,8 +82,14 @@ class Flat:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes all of them add to a block."""
-        return sum(self.sizes())
+        """About how many bytes all of them add to a block: the sum of ``sizes``."""
+        total = 0
+        for column in self.columns:
+            if isinstance(column, Uniform):
+                total += column.data.shape[1] * len(self.indices)
+            else:
+                total += RECORD_BYTES * len(column) + sum([len(data) for _, data in column])
+        return total
 
     def sizes(self) -> list[int]:
         """About how many bytes each sample adds to a block."""
@@ -89,7 +97,7 @@ class Flat:
         ragged = [column for column in self.columns if not isinstance(column, Uniform)]
         if not ragged:
             return [size] * len(self.indices)
-        return [size + sum([len(column[r][1]) + 16 for column in ragged]) for r in range(len(self.indices))]
+        return [size + sum([len(column[r][1]) + RECORD_BYTES for column in ragged]) for r in range(len(self.indices))]
 
 
 def flatten_many(indices: Sequence[int], samples: Sequence[Any], *, allow_pickle: bool = False) -> list[Flat]:

@@ -457,7 +457,7 @@ class Store:
             held = _holders(wanted, {holder: claims[holder] for holder in claims if holder not in usurped})
             granted = [index for index in wanted if index not in held] if held else list(wanted)
             if granted:
-                self._put_claims(txn, owner, np.append(claims.get(owner, _NO_INDICES), granted))
+                self._put_claims(txn, owner, np.concatenate((claims.get(owner, _NO_INDICES), granted)))
             return Claim(granted, held, txn.id() - (not granted))  # nothing written: the number is not used up
 
     def release(self, owner: bytes, indices: Sequence[int]) -> None:
@@ -706,6 +706,8 @@ def set_aside(path: Path, damaged: int) -> Path | None:
 
 def _holders(wanted: Sequence[int], claims: Mapping[bytes, np.ndarray[Any, Any]]) -> dict[int, bytes]:
     """The owner of each of the wanted samples that has one."""
+    if len(wanted) == 1:
+        return {index: holder for index in wanted for holder, indices in claims.items() if index in indices}
     held: dict[int, bytes] = {}
     ascending = np.sort(np.asarray(wanted, np.int64))
     for holder, indices in claims.items() if len(ascending) else ():
