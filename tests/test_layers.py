@@ -35,6 +35,7 @@ LAYERS = [
     {"source"},
     {"fill", "ahead", "check"},
     {"collate", "connection", "contents"},
+    {"samples"},
     {"catalog", "dataset"},
     {"exchange", "loader", "scalars"},
     {"distributed"},

@@ -78,7 +78,7 @@ def test_the_first_epoch_fills_and_the_others_cross_as_indices(cache_dir: Path, 
     hits = []
     for _ in range(4):
         assert_same(list(ours), list(expected))
-        hits.append(cached._served.hits)
+        hits.append(cached._connection.served.hits)
     assert hits[3] - hits[2] == LENGTH
     assert source.reads() == Counter(range(LENGTH))
 
@@ -150,7 +150,7 @@ def test_attributes_changed_meanwhile(cache_dir: Path) -> None:
         assert len(cached) == LENGTH
     found += batches
     assert_same(found, list(DataLoader(Offset(1000), batch_size=16)))
-    assert cached._served.hits == LENGTH
+    assert cached._connection.served.hits == LENGTH
 
 
 def test_the_store_is_removed_meanwhile(cache_dir: Path, source: Source) -> None:

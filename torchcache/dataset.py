@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, default_collate
 
-from torchcache import ahead, collate, folder, location, recipe, report
-from torchcache.connection import Cache, Connection, Settings
-from torchcache.errors import InPlaceWriteError, StoreError
-from torchcache.fill import CLAIM_TIMEOUT_S, Fetched
+from torchcache import ahead, collate, folder, location, report
+from torchcache.connection import Connection, Settings
+from torchcache.errors import StoreError
+from torchcache.fill import CLAIM_TIMEOUT_S
 from torchcache.fingerprint import fingerprint
-from torchcache.indices import as_position, checked_length, counted_from_start
-from torchcache.items import READ_ERRORS
-from torchcache.reader import as_indices
-from torchcache.recipe import Recipe
-from torchcache.schema import Schema
+from torchcache.indices import checked_length
+from torchcache.samples import Samples
 from torchcache.source import UncacheableSourceError
 from torchcache.split import split_dataset
 from torchcache.store import Counters, Identity
@@ -147,8 +143,7 @@ class CachedDataset(Dataset[Any]):
         self.__dict__.update(dataset=dataset, transform=transform, batch_transform=batch_transform)
         self._copy = copy
         self._connection = connection
-        self._served = connection.served
-        self._token = recipe.register(self)
+        self._serving = Samples(dataset, connection, copy)
 
     @classmethod
     def open(
@@ -236,8 +231,8 @@ class CachedDataset(Dataset[Any]):
         """What the cache has done so far."""
         totals = self._totals()
         return Stats(
-            hits=self._served.hits,
-            misses=self._served.misses,
+            hits=self._connection.served.hits,
+            misses=self._connection.served.misses,
             source_reads=totals.source_reads,
             duplicate_reads=totals.duplicate_reads,
             source_seconds=totals.source_seconds,
@@ -323,48 +318,12 @@ class CachedDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         self._connection.look_for_changes()  # samplers ask for it at the start of an epoch
-        return self._length()
-
-    def _length(self) -> int:
-        if self.dataset is not None:
-            return len(self.dataset)
-        cache = self._connection.open()
-        assert cache is not None
-        return cache.store.identity.length
+        return self._serving.length
 
     def __getitem__(self, index: Any) -> Any:
         if self.batch_transform is not None:
             raise self._not_a_batch()
-        return self._item(index)
-
-    def _item(self, index: Any) -> Any:
-        cache = self._connection.ready
-        if cache is not None and type(index) is int and self.transform is None:
-            found = self._cached_item(index, cache)
-            if found is not None:
-                self._served.hits += 1
-                return found[0]
-        position = index if type(index) is int else as_position(index)
-        if position is None:
-            return self._foreign(index)
-        try:
-            return self._samples([position])[0]
-        except UncacheableSourceError as error:
-            self._connection.leave(str(error))
-            return self._samples([position])[0]
-
-    def _cached_item(self, index: int, cache: Cache) -> tuple[Any] | None:
-        """A cached sample, if its index is that of one as it is; no time is lost here."""
-        reader = cache.reader
-        if not 0 <= index < reader.length or (self.dataset is not None and index >= len(self.dataset)):
-            return None
-        if reader.read is not None and self._copy:
-            try:
-                return (reader.read(index),)
-            except READ_ERRORS:
-                pass  # what is wrong is found out below
-        values = self._values(index, cache) if reader.holds(index) else None
-        return None if values is None else (self._hit(*values),)
+        return self._serving.item(index, self.transform)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch; what a ``DataLoader`` calls."""
@@ -373,46 +332,13 @@ class CachedDataset(Dataset[Any]):
             raise self._not_a_batch()
         to_collate = self.transform is None and fetcher is not None and collate.is_default()
         if self.batch_transform is not None:
-            return collate.collated(self.batch_transform(default_collate(self._batch(indices, to_collate))))
-        if to_collate and fetcher is not None and recipe.leaves_worker(fetcher):
-            found = self._recipe(indices)
-            if found is not None:
-                return collate.collated(found)
-        return self._batch(indices, to_collate)
-
-    def _batch(self, indices: Sequence[Any], to_collate: bool) -> Any:
-        """The samples of a batch, or, ``to_collate``, what stands for them until ``default_collate``."""
-        cache = self._connection.ready or self._connection.begin()
-        if cache is None:
-            return self._uncached(indices)
-        if to_collate and not self._has_shrunk(cache):
-            batch = self._gathered(indices, cache)
-            if batch is not None:
-                return batch
-        positions = indices if set(map(type, indices)) == {int} else [as_position(index) for index in indices]
-        if None in positions:
-            return [self._item(index) for index in indices]
-        try:
-            return self._samples(positions, to_collate=to_collate)
-        except UncacheableSourceError as error:
-            self._connection.leave(str(error))
-            return self._uncached(indices)
-
-    def _uncached(self, indices: Sequence[Any]) -> Any:
-        """A batch as a loader would get it from the dataset itself."""
-        batched = getattr(self.dataset, "__getitems__", None)
-        if batched is None:
-            return [self._item(index) for index in indices]
-        found = batched(indices)
-        self._served.misses += len(indices)
-        if self.transform is None:
-            return found
-        if not isinstance(found, (list, tuple)):
-            raise TypeError(
-                f"transform= works on single samples, and __getitems__ of {type(self.dataset).__qualname__} gives "
-                f"collated batches"
-            )
-        return [self.transform(sample) for sample in found]
+            batch = default_collate(self._serving.batch(indices, self.transform, to_collate=to_collate))
+            return collate.collated(self.batch_transform(batch))
+        if to_collate and fetcher is not None:
+            recipe = self._serving.recipe(indices, fetcher)
+            if recipe is not None:
+                return collate.collated(recipe)
+        return self._serving.batch(indices, self.transform, to_collate=to_collate)
 
     def _not_a_batch(self) -> TypeError:
         return TypeError(
@@ -420,144 +346,6 @@ class CachedDataset(Dataset[Any]):
             f"read of {self.path.name}: call it in your collate_fn or on the device, or read single samples through a "
             f"CachedDataset of the same dataset without it"
         )
-
-    def _gathered(self, indices: Sequence[Any], cache: Cache) -> list[Any] | None:
-        """A batch of cached samples for ``default_collate``; ``None`` if they must be had one by one."""
-        try:
-            rows = cache.reader.find(indices)
-            batch = None if rows is None else collate.batch_of(cache.reader, rows)
-        except StoreError as error:
-            self._connection.bypass(error)
-            return None
-        if batch is not None:
-            self._served.hits += len(indices)
-        return batch
-
-    def _recipe(self, indices: Sequence[Any]) -> Recipe | None:
-        """What a worker sends in the place of a batch; ``None`` if that cannot be, or would be slower."""
-        cache = self._connection.ready or self._connection.begin()
-        wanted = None if cache is None else as_indices(indices, cache.reader.length)
-        if cache is None or wanted is None or self._has_shrunk(cache):
-            return None
-        try:
-            seal = cache.filler.sealed()
-            rows = None if seal is None else cache.reader.find(wanted)
-        except StoreError:
-            return None  # what is wrong is found out, and said, without a recipe
-        if seal is None or rows is None or collate.shortcut(rows.table.schema) is None:
-            return None
-        if not cache.reader.expects_in_memory(rows):
-            return None
-        return Recipe(self._token, str(self.path), seal.block_id, wanted)
-
-    def received(self, path: str, seal: bytes, indices: torch.Tensor) -> Any:
-        """What a recipe becomes: the batch that ``default_collate`` makes of these samples of a store."""
-        try:
-            reader = self._connection.reader_of(path, seal)
-            rows = reader.find(indices)
-            batch = None if rows is None else default_collate(collate.batch_of(reader, rows))
-        except StoreError as error:
-            self._connection.bypass(error)
-            batch = None
-        if batch is not None:
-            self._served.hits += len(indices)
-            return batch
-        self._served.misses += len(indices)
-        return default_collate([self._connection.read_source(index) for index in indices.tolist()])
-
-    def _has_shrunk(self, cache: Cache) -> bool:
-        """Whether samples are cached that the dataset no longer has."""
-        return self.dataset is not None and len(self.dataset) < cache.store.identity.length
-
-    def _foreign(self, index: Any) -> Any:
-        """A slice, a list, a key: whatever the dataset makes of it. Not cached, as it is not a sample's index."""
-        if self.dataset is None:
-            raise TypeError(f"{self.path} was opened without its dataset: it takes indices, not {type(index).__name__}")
-        if self.transform is not None:
-            raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
-        return self._connection.read_source(index)
-
-    def _samples(self, positions: Sequence[Any], *, to_collate: bool = False) -> list[Any]:
-        """Samples as the dataset gives them, with ``transform`` applied.
-
-        Args:
-            positions: the indices as Python ints, maybe negative. The source is asked for ``0 <= i < length``: what
-                it gives is kept for everybody who asks for that sample, whatever form their index has.
-            to_collate: they go to ``default_collate``, which need not stack again what the fill has stacked.
-        """
-        length = self._length()
-        order = positions
-        if not positions or min(positions) < 0 or max(positions) >= length:
-            order = [counted_from_start(position, length) for position in positions]
-        (samples, flat), cache = self._fetch(list(dict.fromkeys(order)))
-        if to_collate and flat is not None and flat.indices == order:
-            stacked = collate.stacked_batch(flat)
-            if stacked is not None:
-                return stacked
-        if self.transform is None and len(samples) == len(order):
-            return [samples[index] for index in order]
-        if cache is not None and not samples:
-            cache.reader.announce(order)
-        return [self._finished(index, samples, cache) for index in order]
-
-    def _fetch(self, wanted: list[int]) -> tuple[Fetched, Cache | None]:
-        """Gets what is not cached: from the source, or by waiting until somebody else has."""
-        cache = self._connection.ready or self._connection.begin()
-        if cache is None:
-            return Fetched({}), None
-        known, length = wanted, cache.store.identity.length
-        if self._length() > length:  # samples that the dataset has got since are not cached
-            known = [i for i in wanted if i < length]
-        with self._connection.discarded_if_empty():
-            fetched = cache.filler.fetch(known)
-        self._served.misses += len(fetched.samples)
-        return fetched, cache
-
-    def _finished(self, index: int, samples: dict[int, Any], cache: Cache | None) -> Any:
-        """One sample: what the source has just given, else from the store, else from the source; transformed."""
-        if index in samples:
-            # Given away once: a second occurrence in the batch must be an object of its own.
-            sample = samples.pop(index)
-        else:
-            values = self._values(index, cache)
-            if values is not None:
-                self._served.hits += 1
-                return self._hit(*values)
-            self._served.misses += 1
-            sample = self._connection.read_source(index)
-        return sample if self.transform is None else self.transform(sample)
-
-    def _values(self, index: int, cache: Cache | None) -> tuple[Schema, list[Any]] | None:
-        """The leaves of a sample from the store; ``None`` if they cannot be had, and the source must be asked."""
-        if cache is None or self._connection.bypassed:
-            return None
-        try:
-            if self._is_cached(index, cache):
-                return cache.reader.values(index, self._copy)
-        except StoreError as error:
-            self._connection.bypass(error)
-        return None
-
-    def _is_cached(self, index: int, cache: Cache) -> bool:
-        if cache.reader.holds(index):
-            return True
-        if index >= cache.store.identity.length:
-            return False
-        cache.filler.flush()
-        cache.filler.refresh()
-        return cache.reader.holds(index)
-
-    def _hit(self, schema: Schema, values: list[Any]) -> Any:
-        if self.transform is None:
-            return schema.rebuild(values)
-        result = self.transform(schema.rebuild(values))
-        # A view is new, so its version counts the writes of the transform alone.
-        if not self._copy and any(isinstance(value, torch.Tensor) and value._version for value in values):
-            raise InPlaceWriteError(
-                f"transform {_describe(self.transform)} wrote into the sample it was given, which with copy=False is "
-                f"a view of the cache: the next epoch would see it. Use copy=True, or clone the sample first"
-            )
-        return result
 
     # -- a wrapper's duties ------------------------------------------------------------------------------
 
@@ -578,12 +366,11 @@ class CachedDataset(Dataset[Any]):
             setattr(dataset, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_connection": self._connection.copy(), "_served": None}
+        return {**self.__dict__, "_connection": self._connection.copy(), "_serving": self._serving.token}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._served = self._connection.served
-        self._token = recipe.register(self, self._token)
+        self._serving = Samples(self.dataset, self._connection, self._copy, state["_serving"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.dataset!r}, path={str(self.path)!r})"
@@ -592,7 +379,3 @@ class CachedDataset(Dataset[Any]):
         """What identifies this dataset inside another: not where it is cached."""
         parts = (self.path.name if self.dataset is None else self.dataset, self.transform)
         return parts if self.batch_transform is None else (*parts, self.batch_transform)
-
-
-def _describe(transform: Any) -> str:
-    return getattr(transform, "__qualname__", None) or type(transform).__qualname__

@@ -181,9 +181,11 @@ class ExchangeLoader:
         if cache is not None and rows is not None:
             columns = rows.table.schema.columns
             if all(column.shape is not None and column.torch_dtype is not None for column in columns):
-                self._source._served.hits += len(indices)
+                self._source._connection.served.hits += len(indices)
                 return [_Cached(cache.reader, rows, numbers)]
-        return [_Read(flat) for flat in flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))]
+        return [
+            _Read(flat) for flat in flatten_many(numbers.tolist(), self._source._serving.at(indices.tolist(), None))
+        ]
 
     def _write(self, messages: Sequence[Message]) -> list[int]:
         """Puts the messages into the buffer that is sent, one after another, and returns their sizes."""

@@ -119,7 +119,7 @@ class _Gather:
             columns = [self._reader.take(self._table, c, part[first:last]) for c, part in enumerate(found.places)]
         except StoreError as error:
             self._dataset._connection.bypass(error)
-            batch = default_collate(self._dataset._samples(found.rows[first:last].tolist()))
+            batch = default_collate(self._dataset._serving.at(found.rows[first:last].tolist(), None))
         else:
             batch = self._make(columns)
         transform = self._dataset.batch_transform
@@ -180,7 +180,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
             if wanted is None:  # negative ones, say: as without the shortcut
                 yield _bound(fetcher.fetch, indices)
             else:
-                dataset._served.hits += len(wanted)
+                dataset._connection.served.hits += len(wanted)
                 found = gather.look_up(wanted)
                 gather.announce(found, 0, len(wanted))
                 yield _bound(gather.batch, found, 0, len(wanted))
@@ -192,7 +192,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
         gather.announce(found, 0, size)
         for first in range(0, len(chunk), size):
             last = min(first + size, len(chunk))
-            dataset._served.hits += last - first
+            dataset._connection.served.hits += last - first
             gather.announce(found, last, last + size)  # the disk works while this one is used
             yield _bound(gather.batch, found, first, last)
 
