@@ -163,6 +163,7 @@ torch.ones(1 << 22).add_(1)  # from here on PyTorch has threads, which no child 
 child = os.fork()
 if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+torchcache.fingerprint([torch.zeros(100) + 1 for _ in range(2000)])
 for make, length in ((small, 40_000), (mixed, 40_000), (large, 3), (turned, 3)):
     use(make, length)
 """

@@ -54,18 +54,20 @@ def _select_large(window: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -
 
 
 def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.stack`` of tensors of one dtype, which NumPy has, and one shape, contiguous and in the CPU's memory.
+    """``torch.stack`` of strided tensors of one dtype and one shape, in the CPU's memory, that need no gradient.
 
     Raises:
-        RuntimeError, TypeError: if they are no such tensors.
+        RuntimeError, TypeError: if they are no such tensors, as far as ``torch.stack`` raises, too.
     """
     elements = values[0].numel()
     if len(values) * elements < GRAIN_ELEMENTS:
         return torch.stack(values)  # type: ignore[arg-type]
     out = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype, device=_CPU)
     if elements >= GRAIN_ELEMENTS:
-        for part, value in zip(out.numpy(), values, strict=True):
-            np.copyto(part, value.numpy())
+        if any(value.device.type != "cpu" for value in values):  # which would be copied from there
+            raise TypeError("only tensors in the CPU's memory are stacked")
+        for part, value in zip(out, values, strict=True):
+            _copy(value, part)
         return out
     step = (GRAIN_ELEMENTS - 1) // elements
     for first in range(0, len(values), step):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchcache import bytecode
+from torchcache import bytecode, serial
 from torchcache.digest import ATOMS, CHUNK_BYTES, SMALL_BYTES, condense, hash_of, number
 from torchcache.errors import FingerprintError
 from torchcache.packages import package_of
@@ -101,7 +101,7 @@ class Walk:
             flat = list(itertools.chain.from_iterable(values))
             return hash_of("ragged", condense(array("q", map(len, values))), self.column(flat, path))
         if kind in (np.ndarray, torch.Tensor) and (width := uniform_bytes(values)):
-            stack: Callable[[Any], Any] = np.stack if kind is np.ndarray else torch.stack
+            stack: Callable[[Any], Any] = np.stack if kind is np.ndarray else _stack_tensors
             rows = max(1, CHUNK_BYTES // width)
             chunks = (stack(values[start : start + rows]) for start in range(0, len(values), rows))
             return hash_of("stack", *[self.rule_of(kind)(self, chunk, path) for chunk in chunks])
@@ -152,6 +152,10 @@ def refusal(obj: Any, path: str, why: str) -> FingerprintError:
         f"{path} ({kind}) cannot be identified: {why}. Pass key= to name the dataset's content yourself, or give the "
         "class that holds it a __getstate__ or __fingerprint__ method that leaves it out."
     )
+
+
+def _stack_tensors(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return serial.stack([value.detach() for value in values]).requires_grad_(values[0].requires_grad)
 
 
 def uniform_bytes(values: Sequence[Any]) -> int:
