@@ -18,7 +18,8 @@ from torchcache import errors
 
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
-    {"_version", "errors", "packages", "pagecache", "progress", "serial"},
+    {"_version", "errors", "packages", "pagecache", "progress", "memory"},
+    {"serial"},
     {"bytecode", "leaves", "provenance", "readahead", "registry", "retry"},
     {"column", "objects"},
     {"digest", "encode", "evidence", "topology"},

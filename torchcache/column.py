@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchcache import memory
 from torchcache.errors import CorruptStoreError
 from torchcache.leaves import DTYPE_NAMES, NUMBER_DTYPES, Dims, Spec
 
@@ -118,22 +119,30 @@ class Column:
         return value if self.kind == "npscalar" else value.item()
 
     def _array(self, buffer: Any, offset: int, shape: Dims, copy: bool) -> np.ndarray[Any, Any]:
-        memory_shape = tuple([shape[d] for d in self.order]) if self.order else shape
-        array: np.ndarray[Any, Any] = np.ndarray(memory_shape, self.numpy_dtype or np.uint8, buffer, offset)
+        array = self._stored(buffer, offset, shape)
         if copy:
             array = array.copy()
         return array.transpose(np.argsort(self.order)) if self.order else array
 
+    def _stored(self, buffer: Any, offset: int, shape: Dims) -> np.ndarray[Any, Any]:
+        """A view with the dimensions in their order in memory."""
+        memory_shape = tuple([shape[d] for d in self.order]) if self.order else shape
+        array: np.ndarray[Any, Any] = np.ndarray(memory_shape, self.numpy_dtype or np.uint8, buffer, offset)
+        return array
+
     def _decode_tensor(self, buffer: Any, offset: int, shape: Dims, copy: bool) -> torch.Tensor:
         if self.numpy_dtype is not None:
-            tensor = torch.from_numpy(self._array(buffer, offset, shape, copy))
+            stored = self._stored(buffer, offset, shape)
+            tensor = memory.copied(stored) if copy else torch.from_numpy(stored)
+            if self.order:
+                tensor = tensor.permute(tuple(np.argsort(self.order)))
         else:
             nbytes = self.nbytes(shape)
             if nbytes == 0:  # NumPy's empty arrays have strides that torch does not reinterpret
                 return torch.empty(shape, dtype=self.torch_dtype, device="cpu", requires_grad=self.requires_grad)
             array: np.ndarray[Any, Any] = np.ndarray((nbytes,), np.uint8, buffer, offset)
             assert self.torch_dtype is not None
-            flat = torch.from_numpy(array.copy() if copy else array).view(self.torch_dtype)
+            flat = (memory.copied(array) if copy else torch.from_numpy(array)).view(self.torch_dtype)
             if self.order:
                 tensor = flat.view([shape[d] for d in self.order]).permute(tuple(np.argsort(self.order)))
             else:

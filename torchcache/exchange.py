@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchcache import collate
+from torchcache import collate, memory
 from torchcache.dataset import CachedDataset
 from torchcache.flatten import Flat, Uniform, flatten_many
 from torchcache.messages import Later, Message, Received, pack, set_rows, unpack
@@ -398,7 +398,7 @@ def _stacked(count: int, groups: Sequence[_Cached | Received]) -> Any:
     for c, column in enumerate(schema.columns):
         assert column.shape is not None  # the shortcut is for such columns alone
         assert column.torch_dtype is not None
-        out = torch.empty((count, column.stride), dtype=torch.uint8)
+        out = memory.empty((count, column.stride), torch.uint8)
         for group in groups if column.stride else ():
             group.copy_rows(c, out)
         columns.append(out.view(column.torch_dtype).view(count, *column.shape))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchcache import memory
 from torchcache.column import Column
 from torchcache.places import Table
 
@@ -62,5 +63,7 @@ def _array_reading(column: Column, places: torch.Tensor, data: mmap.mmap) -> Cal
     place = places.numpy().view(np.uint64).item
     if column.kind == "ndarray":
         return lambda row: make(shape, dtype, data, place(row) * unit).copy()  # type: ignore[arg-type]
+    if column.stride >= memory.LARGE_BYTES:
+        return lambda row: memory.copied(make(shape, dtype, data, place(row) * unit))  # type: ignore[arg-type]
     to_tensor = torch.from_numpy
     return lambda row: to_tensor(make(shape, dtype, data, place(row) * unit).copy())  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from torchcache import memory
+
 GRAIN_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: below it one thread does it all
 _CPU = torch.device("cpu")  # said each time: the user may have set another default
 
@@ -30,6 +32,8 @@ def select(window: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = 
     """
     count = rows.numel()
     elements = math.prod(window.shape[1:])
+    if out is None and count * elements * window.dtype.itemsize >= memory.LARGE_BYTES:
+        out = memory.empty((count, *window.shape[1:]), window.dtype)
     if count * elements < GRAIN_ELEMENTS or torch.get_num_threads() == 1:
         return torch.index_select(window, 0, rows, out=out)
     if out is None:
@@ -62,7 +66,7 @@ def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     elements = values[0].numel()
     if len(values) * elements < GRAIN_ELEMENTS:
         return torch.stack(values)  # type: ignore[arg-type]
-    out = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype, device=_CPU)
+    out = memory.empty((len(values), *values[0].shape), values[0].dtype)
     if elements >= GRAIN_ELEMENTS:
         if any(value.device.type != "cpu" for value in values):  # which would be copied from there
             raise TypeError("only tensors in the CPU's memory are stacked")
