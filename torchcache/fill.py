@@ -1,6 +1,6 @@
 """The fill: claim, read, publish, wait.
 
-docs/fill.md is the specification. In short: a sample that is not cached is claimed in LMDB, read from the source and
+docs/fill.md is the specification. In short: a sample that is not cached is claimed, read from the source and
 published soon after in a block with others; what somebody else has claimed is waited for. Everything of ours is
 published before we wait, so that two processes cannot wait for each other. A dead owner's claims are taken over at
 once, a stopped one's after ``claim_timeout_s``. When the store cannot take more, the fill stops admitting and samples
@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple
 
@@ -149,7 +149,6 @@ class Filler:
                     if waiting is None:
                         return None
                     self.flush()
-                    self._release_forgotten(claim.held)
                     waiting.wait(set(claim.held.values()), claim.transaction)
             except StoreError as error:
                 self._refuse(error)
@@ -164,26 +163,22 @@ class Filler:
             self._learn(self._store.entries(self._reader.sequence))
 
     def _claim(self, wanted: Sequence[int], usurped: frozenset[bytes]) -> Claim:
-        if not self._buffer.indices.isdisjoint(wanted):
-            self.flush()
-
         def missing(entries: list[LogEntry]) -> list[int]:
             self._learn(entries)
             return self._reader.missing(wanted)
 
-        own = self._own().id
-        with self._store.lock:
-            claim = self._store.claim(own, self._reader.sequence, missing, usurped)
+        with self._lock:
+            if not self._buffer.indices.isdisjoint(wanted):
+                self.flush()
+            owner = self._own()
+            with self._store.lock:
+                claim = self._store.claim(owner, self._reader.sequence, missing, busy=self._busy(), usurped=usurped)
             self._reading[threading.get_ident()] = claim.granted
         return claim
 
-    def _release_forgotten(self, held: Mapping[int, bytes]) -> None:
-        """Gives back our own claims that no thread of ours works on: of a call that was interrupted."""
-        with self._lock, self._store.lock:
-            if self._owner is not None and self._owner.id in held.values():
-                busy = self._buffer.indices.union(*self._reading.values())
-                own = self._owner.id
-                self._release([i for i, holder in held.items() if holder == own and i not in busy])
+    def _busy(self) -> set[int]:
+        """What we have claimed and not published. What a call has claimed that was interrupted is forgotten so."""
+        return self._buffer.indices.union(*self._reading.values())
 
     def _learn(self, entries: list[LogEntry]) -> None:
         with self._store.lock:
@@ -212,7 +207,7 @@ class Filler:
             kept = [index for flat in flats for index in flat.indices]
         finally:
             if len(kept) < len(indices):
-                self._release(sorted({*indices}.difference(kept)))
+                self._release(kept)
         if read.error is not None:
             raise read.error
         if unsupported is not None:
@@ -260,7 +255,6 @@ class Filler:
 
     def _unpublished(self, samples: Flat) -> Flat:
         left = set(self._reader.missing(samples.indices))
-        self._release([index for index in samples.indices if index not in left])
         return samples.rows([row for row, index in enumerate(samples.indices) if index in left])
 
     def _admits(self, nbytes: int) -> bool:
@@ -368,22 +362,20 @@ class Filler:
             if self._owner is None:
                 owners.sweep(self._owners)
                 self._owner = Owner(self._owners)
+                self._store.join(self._owner)
                 # Runs at the end of a DataLoader worker too, which ends without atexit.
                 Finalize(self, _close, args=(weakref.ref(self),), exitpriority=100)
             return self._owner
 
-    def is_alive(self, owner: bytes) -> bool:
-        if owners.is_alive(self._owners, owner):
-            return True
-        self._store.disown([owner])
-        return False
-
-    def _release(self, indices: Sequence[int]) -> None:
-        if indices and self._owner is not None:
-            try:
-                self._store.release(self._owner.id, indices)
-            except StoreError:
-                self._disown()  # a dead owner's claims count no more
+    def _release(self, kept: list[int]) -> None:
+        """Gives back what this thread has claimed, but for what it has kept."""
+        with self._lock:
+            self._reading[threading.get_ident()] = kept
+            if self._owner is not None:
+                try:
+                    self._store.release(self._owner, self._busy())
+                except StoreError:
+                    self._disown()  # a dead owner's claims count no more
 
     def _disown(self) -> None:
         with self._lock:
@@ -425,7 +417,9 @@ class Filler:
 
     def after_fork(self, in_child: bool) -> None:
         if in_child:
-            self._owner = None  # the parent's; filelock has closed the child's copy of its descriptor
+            if self._owner is not None:
+                self._owner.forget()
+                self._owner = None
             self._uncounted = Counters()
         self._lock.release()
 
@@ -459,7 +453,9 @@ class _Waiting:
 
     def _is_gone(self, owner: bytes) -> bool:
         seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
-        return time.monotonic() - seen > self._filler.claim_timeout_s or not self._filler.is_alive(owner)
+        return time.monotonic() - seen > self._filler.claim_timeout_s or not owners.is_alive(
+            self._filler._owners, owner
+        )
 
 
 def _take_apart(samples: dict[int, Any], allow_pickle: bool) -> tuple[list[Flat], UnsupportedSampleError | None]:

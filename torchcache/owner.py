@@ -1,86 +1,149 @@
-"""Owners: which process holds a claim, and whether it still lives.
+"""Owners: which process has claimed what, and whether it still lives.
 
 An owner is a process that fills. It holds a lock on ``owners/<id>.lock``, which the kernel releases when the process
 dies, however it dies: that the lock can be had is the proof of death. No heartbeat, no process number, no clock:
 nothing that a container's namespace, a stopped process or a changed time could confuse.
+
+In the file it says which samples it has claimed. Nobody else writes there, so that what a death leaves half written is
+a dead owner's, and counts no more than the rest of it. The files of others are read, never mapped, and as if anybody
+might have written them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import weakref
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-import filelock
+import numpy as np
 
 from torchcache.errors import StoreUnavailableError
 
 ID_BYTES = 16
+Claims = np.ndarray[Any, np.dtype[np.int64]]
+
+_SUFFIX = ".lock"
+_COUNT_BYTES = 8
+_NO_CLAIMS: Claims = np.empty(0, np.int64)
+_FIRST_READ_BYTES = 1 << 13  # as many claims as most owners have
+# Of one owner. Nobody's batch is larger, and a file that says so takes no more memory.
+MOST_CLAIMS = 1 << 20
+# Neither a link to somewhere else nor a pipe that nobody writes to.
+_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Owner:
-    """The lock of this process. Made in the process that fills, after any fork."""
+    """The lock of this process, and what it has claimed. Made in the process that fills, after any fork."""
 
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(exist_ok=True)
             while not self._is_locked(folder):
                 pass
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
             raise StoreUnavailableError(f"{folder}: no lock can be had here ({error})") from error
 
     def _is_locked(self, folder: Path) -> bool:
         """Locks a new file; not if a sweep took it for a dead owner's, between its creation and its locking."""
         self.id = os.urandom(ID_BYTES)
-        self._lock = _file_lock(folder, self.id)
+        self._path = _path(folder, self.id)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._close = weakref.finalize(self, os.close, self._fd)
         try:
-            self._lock.acquire(blocking=False)
-        except filelock.Timeout:
-            return False
-        if os.path.exists(self._lock.lock_file):
-            return True
-        self._lock.release()
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._fd).st_nlink:
+                return True
+        except BlockingIOError:
+            pass
+        self._close()
         return False
 
+    def claim(self, indices: Collection[int]) -> None:
+        """Says which samples this owner has claimed: these, and no others. The caller excludes other processes."""
+        record = np.array([len(indices), *indices], "<i8").tobytes()
+        if os.pwrite(self._fd, record, 0) < len(record):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+
     def release(self) -> None:
-        """Gives the lock up; claims that still carry this owner's id count as a dead owner's from now on."""
-        if self._lock.is_locked:
-            Path(self._lock.lock_file).unlink(missing_ok=True)
-            self._lock.release()
+        """Gives the lock and every claim up."""
+        if self._close.alive:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._close()
+
+    def forget(self) -> None:
+        """In a forked child: lets go of the lock, which stays the parent's."""
+        self._close()
 
 
 def is_alive(folder: Path, owner: bytes) -> bool:
     """Whether the owner still holds its lock; the lock file of a dead one is removed."""
-    lock = _file_lock(folder, owner)
-    if not os.path.exists(lock.lock_file):
-        return False
+    path = _path(folder, owner)
     try:
-        lock.acquire(blocking=False)
-    except (filelock.Timeout, PermissionError):  # of another user, who keeps it to himself: time will tell
+        fd = os.open(path, _LOOK)
+    except FileNotFoundError:
+        return False
+    except OSError:  # of another user, who keeps it to himself: time will tell
         return True
-    Path(lock.lock_file).unlink(missing_ok=True)
-    lock.release()
-    return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # where nothing can be removed, it stays a dead owner's
+            os.unlink(path)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def claims(folder: Path, owner: bytes) -> Claims | None:
+    """What an owner has claimed, which counts if it is alive; ``None`` if its file is gone.
+
+    Nothing, where the file does not say: then samples may be read twice.
+    """
+    try:
+        fd = os.open(_path(folder, owner), _LOOK)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return _NO_CLAIMS
+    try:
+        record = os.pread(fd, _FIRST_READ_BYTES, 0)
+        count = min(int.from_bytes(record[:_COUNT_BYTES], "little"), MOST_CLAIMS)
+        if _COUNT_BYTES + 8 * count > _FIRST_READ_BYTES:
+            record = os.pread(fd, _COUNT_BYTES + 8 * count, 0)
+    except OSError:  # no file, whatever else
+        return _NO_CLAIMS
+    finally:
+        os.close(fd)
+    count = min(count, len(record) // 8 - 1)
+    return np.frombuffer(record, "<i8", count, _COUNT_BYTES) if count > 0 else _NO_CLAIMS
 
 
 def sweep(folder: Path) -> int:
     """Removes the lock files of dead owners, and returns how many there were."""
-    return sum(not is_alive(folder, owner) for owner in _ids(folder))
+    return sum(not is_alive(folder, owner) for owner in ids(folder))
 
 
 def any_alive(folder: Path) -> bool:
     """Whether anybody fills the store just now."""
-    return any(is_alive(folder, owner) for owner in _ids(folder))
+    return any(is_alive(folder, owner) for owner in ids(folder))
 
 
 def count_alive(folder: Path) -> int:
     """How many processes fill the store just now."""
-    return sum(is_alive(folder, owner) for owner in _ids(folder))
+    return sum(is_alive(folder, owner) for owner in ids(folder))
 
 
-def _ids(folder: Path) -> list[bytes]:
-    return [bytes.fromhex(file.stem) for file in folder.glob("[0-9a-f]" * 2 * ID_BYTES + ".lock")]
+def ids(folder: Path) -> list[bytes]:
+    """Every owner that has a file, dead or alive."""
+    return [bytes.fromhex(file.stem) for file in folder.glob("[0-9a-f]" * 2 * ID_BYTES + _SUFFIX)]
 
 
-def _file_lock(folder: Path, owner: bytes) -> filelock.FileLock:
-    # A soft lock would outlive its process, and a lock per thread is not what a process's life is.
-    return filelock.FileLock(folder / f"{owner.hex()}.lock", fallback_to_soft=False, thread_local=False)
+def _path(folder: Path, owner: bytes) -> str:
+    return os.path.join(folder, owner.hex() + _SUFFIX)
