@@ -181,6 +181,8 @@ class Filler:
         return self._buffer.indices.union(*self._reading.values())
 
     def _learn(self, entries: list[LogEntry]) -> None:
+        if not entries:
+            return
         with self._store.lock:
             self._reader.apply(entries)
         now = time.monotonic()
@@ -320,8 +322,7 @@ class Filler:
             if last or self._buffer.is_ripe:
                 self.flush()
                 return True
-            for flat in samples:
-                flat.detach()
+            self._buffer.settle()
             if self._flusher is None:
                 self._flusher = Flusher(self._lock, self._flush_old)
             return False
@@ -431,8 +432,7 @@ class _Waiting:
         self.usurped: frozenset[bytes] = frozenset()
         self._filler = filler
         self._pause = POLL_FIRST_S
-        self._started = time.monotonic()
-        self._next_probe = self._started + PROBE_AFTER_S
+        self._started = self._next_probe = 0.0
 
     def wait(self, holders: set[bytes], known_until: int) -> None:
         """Waits until the log has grown, or one of the owners has been found dead or stopped.
@@ -441,6 +441,9 @@ class _Waiting:
             holders: the owners.
             known_until: the number of the last transaction before it was seen that they hold what we want.
         """
+        if not self._started:
+            self._started = time.monotonic()
+            self._next_probe = self._started + PROBE_AFTER_S
         while self._filler._store.last_transaction() == known_until:
             time.sleep(self._pause)
             self._pause = min(2 * self._pause, POLL_LAST_S)

@@ -15,7 +15,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 import weakref
+from array import array
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -65,8 +67,10 @@ class Owner:
 
     def claim(self, indices: Collection[int]) -> None:
         """Says which samples this owner has claimed: these, and no others. The caller excludes other processes."""
-        record = np.array([len(indices), *indices], "<i8").tobytes()
-        if os.pwrite(self._fd, record, 0) < len(record):
+        record = array("q", (len(indices), *indices))
+        if sys.byteorder == "big":
+            record.byteswap()
+        if os.pwrite(self._fd, record, 0) < record.itemsize * len(record):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def release(self) -> None:

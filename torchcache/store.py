@@ -19,7 +19,7 @@ import shutil
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,7 +84,13 @@ class Counters:
     source_seconds: float = 0.0
 
     def __add__(self, other: Counters) -> Counters:
-        return Counters(*[a + b for a, b in zip(self.astuple(), other.astuple(), strict=True)])
+        return Counters(
+            self.source_reads + other.source_reads,
+            self.duplicate_reads + other.duplicate_reads,
+            self.samples + other.samples,
+            self.nbytes + other.nbytes,
+            self.source_seconds + other.source_seconds,
+        )
 
     def astuple(self) -> tuple[Any, ...]:
         return (self.source_reads, self.duplicate_reads, self.samples, self.nbytes, self.source_seconds)
@@ -453,7 +459,7 @@ class Store:
         since: int,
         missing: Callable[[list[LogEntry]], Sequence[int]],
         *,
-        busy: Collection[int] = (),
+        busy: Set[int] = frozenset(),
         usurped: frozenset[bytes] = frozenset(),
     ) -> Claim:
         """Claims samples, together with a look at the log, so that none can be published in between.
@@ -470,7 +476,7 @@ class Store:
             wanted = missing(self._news(env, transaction, since))
             held = self._holders(wanted, usurped | {owner.id})
             if owner.id not in usurped:
-                held.update(dict.fromkeys(set(busy).intersection(wanted), owner.id))
+                held.update({index: owner.id for index in wanted if index in busy})
             granted = [index for index in wanted if index not in held] if held else list(wanted)
             if granted:
                 owner.claim([*busy, *granted])
