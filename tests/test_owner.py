@@ -50,10 +50,12 @@ def file_of(cached: CachedDataset, other: owner.Owner) -> Path:
 def test_claims_are_read_as_written(tmp_path: Path, count: int) -> None:
     mine = owner.Owner(tmp_path / "owners")
     for indices in (list(range(7000)), list(range(count)), [1 << 40] * count):  # the first is longer
-        mine.claim(indices)
+        mine.keep(indices[::2])
+        mine.claim(indices[1::2])
         found = owner.claims(tmp_path / "owners", mine.id)
         assert found is not None
-        assert found.tolist() == indices
+        assert found.tolist() == indices[::2] + indices[1::2]
+        assert mine.count == len(indices)
     size = (tmp_path / "owners" / f"{mine.id.hex()}.lock").stat().st_size
     assert size == 8 * 7001
     mine.release()
@@ -136,7 +138,8 @@ def test_claims_that_somebody_is_reading_now(cache_dir: Path, source: Source) ->
     dead.forget()
     assert catalog.describe(cached.path).claimed == 4
     cached.close()  # which publishes sample 0, and
-    living.claim([0, 6, 7])  # as if the other had
+    living.keep([])
+    living.claim([0, 6, 7])  # as if the other had claimed it
     assert catalog.describe(cached.path).claimed == 2
     living.release()
     assert catalog.describe(cached.path).claimed == 0
@@ -283,6 +286,7 @@ def test_an_empty_store_of_which_somebody_reads_is_kept(cache_dir: Path, source:
     store.join(living)
     store.claim(living, 0, lambda entries: [1])
     assert not destroy_if_empty(store)
+    living.keep([])
     living.claim([])
     assert destroy_if_empty(store)
     assert not store.path.exists()

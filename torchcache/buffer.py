@@ -12,9 +12,9 @@ from torchcache.store import Counters
 
 SOON_S = 0.05  # older samples are published together with the next ones
 LATEST_S = 0.1  # and at the latest after so long, by a thread, if there are no next ones
-# From here on a block is worth its transaction. Larger ones are slower: they no longer fit into the processor's cache,
-# and their memory is fetched from the system each time.
-ENOUGH_SAMPLES, ENOUGH_BYTES = 1024, 128 << 10
+# From here on a block is worth its transaction. Beyond some 1 MiB it gets slower again: the memory is fetched from the
+# system each time.
+ENOUGH_SAMPLES, ENOUGH_BYTES = 1024, 512 << 10
 
 
 class Buffer:

@@ -35,6 +35,7 @@ from torchcache.store import Claim, Counters, LogEntry, Store
 
 CLAIM_TIMEOUT_S = 60.0  # by default; reading and publishing a batch takes less
 DISK_RESERVE = 0.05  # share of the disk that is left free
+MOST_CLAIMS_KEPT = 4096  # before those are dropped that count no more; else that is when we have none
 LOOK_EVERY_BYTES = 1 << 20  # of growth of the store: how often to look at the disk
 POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
 PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owner lives, and how often
@@ -49,7 +50,7 @@ class Fetched(NamedTuple):
 
     Attributes:
         samples: as the source gave them.
-        flat: all of them together, taken apart, if they were read at once, are of one structure and are published.
+        flat: all of them together, taken apart, if they were read at once and are of one structure. The caller's.
     """
 
     samples: dict[int, Any]
@@ -171,13 +172,18 @@ class Filler:
             if not self._buffer.indices.isdisjoint(wanted):
                 self.flush()
             owner = self._own()
+            if not self._buffer.indices and not self._reading:
+                owner.keep(())  # the others are published, or of a call that was interrupted
+            elif owner.count > MOST_CLAIMS_KEPT:
+                owner.keep(self._busy())
+            elsewhere = frozenset().union(*self._reading.values())
             with self._store.lock:
-                claim = self._store.claim(owner, self._reader.sequence, missing, busy=self._busy(), usurped=usurped)
+                claim = self._store.claim(owner, self._reader.sequence, missing, busy=elsewhere, usurped=usurped)
             self._reading[threading.get_ident()] = claim.granted
         return claim
 
     def _busy(self) -> set[int]:
-        """What we have claimed and not published. What a call has claimed that was interrupted is forgotten so."""
+        """What we have claimed and not published."""
         return self._buffer.indices.union(*self._reading.values())
 
     def _learn(self, entries: list[LogEntry]) -> None:
@@ -205,7 +211,7 @@ class Filler:
             reads = Counters(source_reads=read.reads, source_seconds=read.seconds)
             count = sum(len(flat.indices) for flat in flats)
             flats = [left for flat in flats if (left := without_oversized(flat)).indices]
-            published = self._keep(flats, reads)
+            self._keep(flats, reads)
             kept = [index for flat in flats for index in flat.indices]
         finally:
             if len(kept) < len(indices):
@@ -218,7 +224,7 @@ class Filler:
             self._serve_uncached(f"{unsupported} (on_unsupported='bypass')")
         if len(kept) < count:
             self._serve_uncached(f"{self._store.path} takes no sample of more than {LARGEST_SAMPLE_BYTES:,} bytes")
-        whole = published and len(flats) == 1 and len(kept) == len(indices)
+        whole = len(flats) == 1 and len(kept) == len(indices)
         return Fetched(read.samples, flats[0] if whole else None)
 
     def _serve_uncached(self, reason: str) -> None:
@@ -311,21 +317,20 @@ class Filler:
 
     # -- what waits to be published ----------------------------------------------------------------------
 
-    def _keep(self, samples: list[Flat], reads: Counters) -> bool:
-        """Publishes samples, or keeps them for a block that they will share with others; says whether it did."""
+    def _keep(self, samples: list[Flat], reads: Counters) -> None:
+        """Publishes samples, or keeps copies for a block that they will share with others."""
         with self._lock:
             if not samples:
                 self.note(reads)
-                return False
+                return
             self._buffer.add(samples, reads)
             last = self._reader.count + len(self._buffer.indices) >= self._store.identity.length
             if last or self._buffer.is_ripe:
                 self.flush()
-                return True
+                return
             self._buffer.settle()
             if self._flusher is None:
                 self._flusher = Flusher(self._lock, self._flush_old)
-            return False
 
     def flush(self) -> None:
         """Publishes what waits."""

@@ -76,9 +76,11 @@ class Flat:
         return Flat(self.spec, [self.indices[r] for r in rows], columns)
 
     def detached(self) -> Flat:
-        """With copies of what may share memory with the samples, so that it does not matter what is done with them."""
-        columns = [  # uniform ones are copies already
-            column if isinstance(column, Uniform) else [(dims, bytes(data)) for dims, data in column]
+        """With copies of all memory, so that it does not matter what is done with the samples, or with these."""
+        columns = [
+            Uniform(column.dims, column.data.copy())
+            if isinstance(column, Uniform)
+            else [(dims, bytes(data)) for dims, data in column]
             for column in self.columns
         ]
         return Flat(self.spec, list(self.indices), columns)
@@ -197,7 +199,7 @@ def _stack_tensors(values: Sequence[Any], columns: list[Uniform | list[Leaf]]) -
 def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """``torch.stack`` of equal shapes in calls that PyTorch does not spread over threads (see ``GRAIN_ELEMENTS``)."""
     elements = values[0].numel()
-    if len(values) * elements < GRAIN_ELEMENTS or elements >= GRAIN_ELEMENTS:
+    if len(values) * elements < GRAIN_ELEMENTS or elements >= GRAIN_ELEMENTS or torch.get_num_threads() == 1:
         return torch.stack(values)  # type: ignore[arg-type]
     out = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype, device=values[0].device)
     step = (GRAIN_ELEMENTS - 1) // elements

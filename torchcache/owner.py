@@ -56,6 +56,7 @@ class Owner:
         self._path = _path(folder, self.id)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._close = weakref.finalize(self, os.close, self._fd)
+        self.keep(())
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(self._fd).st_nlink:
@@ -66,12 +67,24 @@ class Owner:
         return False
 
     def claim(self, indices: Collection[int]) -> None:
-        """Says which samples this owner has claimed: these, and no others. The caller excludes other processes."""
-        record = array("q", (len(indices), *indices))
+        """Claims samples. The caller excludes other processes, and knows that they are nobody's."""
+        self._record.extend(indices)
+        self._record[0] = self.count
+        record = self._record
         if sys.byteorder == "big":
+            record = array("q", record)
             record.byteswap()
         if os.pwrite(self._fd, record, 0) < record.itemsize * len(record):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+
+    def keep(self, indices: Collection[int]) -> None:
+        """Gives all claims up but these. Others learn of it by the next call of ``claim``."""
+        self._record = array("q", (0, *indices))
+
+    @property
+    def count(self) -> int:
+        """How many claims there are."""
+        return len(self._record) - 1
 
     def release(self) -> None:
         """Gives the lock and every claim up."""

@@ -468,18 +468,18 @@ class Store:
             owner: who claims.
             since: the log is known up to this number.
             missing: takes the new entries of the log, and gives the indices that are still wanted.
-            busy: what the owner has claimed before, and has not published or given back.
+            busy: samples that are the owner's own already, for another thread.
             usurped: owners whose claims count no more, because they are dead or stopped.
         """
         with self._exclusive() as env:
             transaction = env.info()["last_txnid"]
             wanted = missing(self._news(env, transaction, since))
             held = self._holders(wanted, usurped | {owner.id})
-            if owner.id not in usurped:
+            if busy and owner.id not in usurped:
                 held.update({index: owner.id for index in wanted if index in busy})
             granted = [index for index in wanted if index not in held] if held else list(wanted)
             if granted:
-                owner.claim([*busy, *granted])
+                owner.claim(granted)
             return Claim(granted, held, transaction)
 
     def _news(self, env: Environment, transaction: int, since: int) -> list[LogEntry]:
@@ -508,7 +508,8 @@ class Store:
     def release(self, owner: Owner, left: Collection[int]) -> None:
         """Gives claims back, all but some, by a commit: whoever waits for one looks for these."""
         with self._write() as txn:
-            owner.claim(left)
+            owner.keep(left)
+            owner.claim(())
             self._put_counters(txn, self._counters(txn))
 
     def _claimed(self, entries: Sequence[LogEntry]) -> int:
@@ -541,10 +542,10 @@ class Store:
         """
         with self._write() as txn:
             entries = self._entries(txn, since)
-            taken = {int(i) for entry in entries for i in entry.indices}
+            taken = set(_together([entry.indices for entry in entries]).tolist())
             totals = self._counters(txn)
             size = totals.nbytes + sum(len(block) for block, _ in prepared)
-            if not admit(size) or any(i in taken for _, indices in prepared for i in indices):
+            if not admit(size) or not all(taken.isdisjoint(indices) for _, indices in prepared):
                 return entries, None
             appended = dict([self._append(txn, owner, block, indices) for block, indices in prepared])
             count = sum(len(indices) for _, indices in prepared)
@@ -579,6 +580,9 @@ class Store:
 
     def schema_id(self, schema: Schema) -> int:
         """The number of a schema in the store, which learns it if need be."""
+        for number, known in enumerate(self.schemas):
+            if known is schema:
+                return number
         text = schema.to_json()
         if text not in self._schema_ids:
             with self._write() as txn:
