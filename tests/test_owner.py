@@ -34,11 +34,6 @@ def other_owner(cached: CachedDataset, indices: list[int]) -> owner.Owner:
     return other
 
 
-def claims_of(folder: Path, number: bytes) -> list[int]:
-    found = owner.claims(folder, number)
-    return [] if found is None else found.tolist()
-
-
 def file_of(cached: CachedDataset, other: owner.Owner) -> Path:
     return cached.path / "owners" / f"{other.id.hex()}.lock"
 
@@ -53,14 +48,13 @@ def test_claims_are_read_as_written(tmp_path: Path, count: int) -> None:
         mine.keep(indices[::2])
         mine.claim(indices[1::2])
         found = owner.claims(tmp_path / "owners", mine.id)
-        assert found is not None
         assert found.tolist() == indices[::2] + indices[1::2]
         assert mine.count == len(indices)
     size = (tmp_path / "owners" / f"{mine.id.hex()}.lock").stat().st_size
     assert size == 8 * 7001
     mine.release()
     mine.release()
-    assert owner.claims(tmp_path / "owners", mine.id) is None
+    assert owner.claims(tmp_path / "owners", mine.id).tolist() == []
     assert list((tmp_path / "owners").iterdir()) == []
 
 
@@ -70,9 +64,7 @@ def test_looking_at_an_owner_leaves_it_alone(tmp_path: Path) -> None:
     mine.claim([3, 4])
     assert owner.is_alive(folder, mine.id)
     assert (owner.sweep(folder), owner.count_alive(folder), owner.any_alive(folder)) == (0, 1, True)
-    found = owner.claims(folder, mine.id)
-    assert found is not None
-    assert found.tolist() == [3, 4]
+    assert owner.claims(folder, mine.id).tolist() == [3, 4]
     mine.forget()  # as if its process were dead
     assert owner.sweep(folder) == 1
     assert not owner.any_alive(folder)
@@ -115,7 +107,6 @@ def test_a_file_that_promises_much_takes_no_memory(tmp_path: Path) -> None:
     (tmp_path / f"{'ab' * 16}.lock").write_bytes(struct.pack("<Q", (1 << 64) - 1))
     os.truncate(tmp_path / f"{'ab' * 16}.lock", 1 << 40)
     found = owner.claims(tmp_path, bytes.fromhex("ab" * 16))
-    assert found is not None
     assert len(found) == owner.MOST_CLAIMS
 
 
@@ -143,6 +134,27 @@ def test_claims_that_somebody_is_reading_now(cache_dir: Path, source: Source) ->
     assert catalog.describe(cached.path).claimed == 2
     living.release()
     assert catalog.describe(cached.path).claimed == 0
+
+
+def test_more_owners_than_files_are_kept_open(cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are asked; who gives up has no claims any more, also where its file is still open here."""
+    monkeypatch.setattr(owner, "MOST_DESCRIPTORS", 3)
+    cached = CachedDataset(source, claim_timeout_s=NEVER_S)
+    cached[0]
+    cache = cached._connection._cache
+    assert cache is not None
+    others = [other_owner(cached, [10 * i + j for j in range(10)]) for i in range(1, 8)]
+    mine = owner.Owner(cached.path / "owners")
+    cache.store.join(mine)
+    claim = cache.store.claim(mine, 0, lambda entries: list(range(5, 95)))
+    assert claim.granted == [*range(5, 10), *range(80, 95)]
+    assert claim.held == {10 * i + j: others[i - 1].id for i in range(1, 8) for j in range(10)}
+    for other in others:
+        other.release()
+    assert cache.store.claim(mine, 0, lambda entries: list(range(10, 80))).granted == list(range(10, 80))
+    mine.release()
+    assert_same(cached.__getitems__(list(range(LENGTH))), [image_and_label(i) for i in range(LENGTH)])
+    assert source.reads() == Counter(range(LENGTH))
 
 
 # ---------------------------------------------------------------------------------------------- processes
@@ -266,7 +278,7 @@ def test_killed_while_it_claims(cache_dir: Path, source: Source) -> None:
         known = set(owner.ids(folder))
         process = FORK.Process(target=claim_for_ever)
         process.start()
-        while not any(len(claims_of(folder, new)) for new in {*owner.ids(folder)} - known):
+        while not any(len(owner.claims(folder, new)) for new in {*owner.ids(folder)} - known):
             assert process.is_alive()
         os.kill(process.pid, signal.SIGKILL)
         process.join()

@@ -15,10 +15,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import sys
 import weakref
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ ID_BYTES = 16
 Claims = np.ndarray[Any, np.dtype[np.int64]]
 
 _SUFFIX = ".lock"
+_NAME = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}\.lock")
 _COUNT_BYTES = 8
-_NO_CLAIMS: Claims = np.empty(0, np.int64)
 _FIRST_READ_BYTES = 1 << 13  # as many claims as most owners have
 # Of one owner. Nobody's batch is larger, and a file that says so takes no more memory.
 MOST_CLAIMS = 1 << 20
+MOST_DESCRIPTORS = 64  # files of others that are kept open; a process may have 1,024, and they are others' too
 # Neither a link to somewhere else nor a pipe that nobody writes to.
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -89,13 +91,14 @@ class Owner:
     def release(self) -> None:
         """Gives the lock and every claim up."""
         if self._close.alive:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # without its lock it is a dead owner's
                 os.unlink(self._path)
-            self._close()
+            self.forget()
 
     def forget(self) -> None:
         """In a forked child: lets go of the lock, which stays the parent's."""
         self._close()
+        self._fd = -1  # the number may be that of another file soon
 
 
 def is_alive(folder: Path, owner: bytes) -> bool:
@@ -118,28 +121,94 @@ def is_alive(folder: Path, owner: bytes) -> bool:
         os.close(fd)
 
 
-def claims(folder: Path, owner: bytes) -> Claims | None:
-    """What an owner has claimed, which counts if it is alive; ``None`` if its file is gone.
+class Others:
+    """The owners that there are beside this one, to be asked at each claim what they have claimed.
 
-    Nothing, where the file does not say: then samples may be read twice.
+    Args:
+        folder: of the owners.
+        length: number of samples; an owner that claims others is not believed.
     """
-    try:
-        fd = os.open(_path(folder, owner), _LOOK)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return _NO_CLAIMS
-    try:
-        record = os.pread(fd, _FIRST_READ_BYTES, 0)
-        count = min(int.from_bytes(record[:_COUNT_BYTES], "little"), MOST_CLAIMS)
-        if _COUNT_BYTES + 8 * count > _FIRST_READ_BYTES:
-            record = os.pread(fd, _COUNT_BYTES + 8 * count, 0)
-    except OSError:  # no file, whatever else
-        return _NO_CLAIMS
-    finally:
-        os.close(fd)
-    count = min(count, len(record) // 8 - 1)
-    return np.frombuffer(record, "<i8", count, _COUNT_BYTES) if count > 0 else _NO_CLAIMS
+
+    def __init__(self, folder: Path, length: int) -> None:
+        self._folder = folder
+        self._length = length
+        self._known: dict[bytes, _Other] = {}
+        self._wanted: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+
+    def look(self) -> None:
+        """Looks who there is. Those who come later are not known."""
+        known = self._known
+        self._known = {}
+        for owner in ids(self._folder):
+            keeps = len(self._known) < MOST_DESCRIPTORS
+            self._known[owner] = known.get(owner) or _Other(_path(self._folder, owner), keeps)
+
+    def forget(self) -> None:
+        """Closes every file."""
+        self._known = {}
+
+    def holders(self, wanted: Sequence[int], ignored: Collection[bytes]) -> dict[int, bytes]:
+        """Who has claimed which of the wanted samples."""
+        asked = [(owner, other.claims()) for owner, other in self._known.items() if owner not in ignored]
+        if not any(record for _, record in asked):
+            return {}
+        claimed = np.frombuffer(b"".join([record for _, record in asked]), "<i8")
+        if self._wanted is None:
+            self._wanted = np.zeros(self._length, np.bool_)
+        self._wanted[wanted] = True
+        found = np.flatnonzero(self._wanted.take(claimed, mode="clip"))
+        self._wanted[wanted] = False
+        if not len(found):
+            return {}
+        ends = np.cumsum([len(record) // 8 for _, record in asked])
+        by = [asked[row][0] for row in np.searchsorted(ends, found, "right").tolist()]
+        gone = {owner for owner in set(by) if not os.path.exists(_path(self._folder, owner))}
+        for owner in gone:  # what is kept open can be read all the same
+            del self._known[owner]
+        asked_for = set(wanted)  # clipping has made others of absurd numbers
+        return {
+            index: owner
+            for index, owner in zip(claimed[found].tolist(), by, strict=True)
+            if index in asked_for and owner not in gone
+        }
+
+
+class _Other:
+    """Another owner's file, which is kept open if there are not too many."""
+
+    def __init__(self, path: str, keeps: bool) -> None:
+        self._path = path
+        self._fd: int | None = None
+        if keeps:
+            with contextlib.suppress(OSError):
+                self._fd = os.open(path, _LOOK)
+                weakref.finalize(self, os.close, self._fd)
+
+    def claims(self) -> bytes:
+        """What it has claimed; nothing if the file does not say."""
+        try:
+            if self._fd is not None:
+                return _claims(self._fd)
+            fd = os.open(self._path, _LOOK)
+            try:
+                return _claims(fd)
+            finally:
+                os.close(fd)
+        except OSError:  # gone, no file, or of another user, who keeps it to himself: then samples may be read twice
+            return b""
+
+
+def _claims(fd: int) -> bytes:
+    record = os.pread(fd, _FIRST_READ_BYTES, 0)
+    end = _COUNT_BYTES + 8 * min(int.from_bytes(record[:_COUNT_BYTES], "little"), MOST_CLAIMS)
+    if end > _FIRST_READ_BYTES:
+        record = os.pread(fd, end, 0)
+    return record[_COUNT_BYTES : min(end, len(record) // 8 * 8)]
+
+
+def claims(folder: Path, owner: bytes) -> Claims:
+    """What an owner has claimed, which counts if it is alive; nothing if its file is gone, or does not say."""
+    return np.frombuffer(_Other(_path(folder, owner), keeps=False).claims(), "<i8")
 
 
 def sweep(folder: Path) -> int:
@@ -159,7 +228,11 @@ def count_alive(folder: Path) -> int:
 
 def ids(folder: Path) -> list[bytes]:
     """Every owner that has a file, dead or alive."""
-    return [bytes.fromhex(file.stem) for file in folder.glob("[0-9a-f]" * 2 * ID_BYTES + _SUFFIX)]
+    try:
+        names = os.listdir(folder)
+    except OSError:  # none has begun yet, or nobody may look
+        return []
+    return [bytes.fromhex(name[: -len(_SUFFIX)]) for name in names if _NAME.fullmatch(name)]
 
 
 def _path(folder: Path, owner: bytes) -> str:

@@ -39,7 +39,7 @@ from torchcache.errors import (
     StoreUnavailableError,
 )
 from torchcache.folder import OWNERS
-from torchcache.owner import Claims, Owner
+from torchcache.owner import Owner
 from torchcache.schema import Schema
 
 FORMAT_VERSION = 1
@@ -178,7 +178,7 @@ class Store:
         self._own: dict[int, _Own] = {}  # blocks that we have appended and not read in the log yet
         self._known = (-1, 0)  # a transaction, and the number up to which the log was known after it
         self._newest = b""  # the owner that joined last, as far as we know
-        self._owners: list[bytes] = []  # those who had a file then
+        self._others: owners.Others | None = None  # those who had a file then
         self.identity: Identity
         self.read_only = ""  # why nothing may be written to it
 
@@ -333,6 +333,7 @@ class Store:
                 self._writer.close()
                 self._env = None
                 self._dbs = {}
+                self._others = None
 
     def _environment(self, create: bool = False) -> Environment:
         if self._env is None:
@@ -474,7 +475,7 @@ class Store:
         with self._exclusive() as env:
             transaction = env.info()["last_txnid"]
             wanted = missing(self._news(env, transaction, since))
-            held = self._holders(wanted, usurped | {owner.id})
+            held = {} if self._others is None else self._others.holders(wanted, {owner.id, *usurped})
             if busy and owner.id not in usurped:
                 held.update({index: owner.id for index in wanted if index in busy})
             granted = [index for index in wanted if index not in held] if held else list(wanted)
@@ -489,21 +490,12 @@ class Store:
         with env.begin(write=True, buffers=True) as txn:
             entries = self._entries(txn, since)
             newest = bytes(txn.get(b"owner", b"", db=self._dbs[b"meta"]))
-        if newest != self._newest:
-            self._owners, self._newest = owners.ids(self.path / OWNERS), newest
+        if newest != self._newest or self._others is None:
+            self._others = self._others or owners.Others(self.path / OWNERS, self.identity.length)
+            self._others.look()
+            self._newest = newest
         self._known = transaction, entries[-1].sequence + 1 if entries else since
         return entries
-
-    def _holders(self, wanted: Sequence[int], ignored: Collection[bytes]) -> dict[int, bytes]:
-        """The owner of each of the wanted samples that somebody else has claimed."""
-        held: dict[int, bytes] = {}
-        for owner in [owner for owner in self._owners if owner not in ignored]:
-            claims = owners.claims(self.path / OWNERS, owner)
-            if claims is None:
-                self._owners.remove(owner)
-            else:
-                held.update(dict.fromkeys(_common(wanted, claims), owner))
-        return held
 
     def release(self, owner: Owner, left: Collection[int]) -> None:
         """Gives claims back, all but some, by a commit: whoever waits for one looks for these."""
@@ -517,7 +509,7 @@ class Store:
         folder = self.path / OWNERS
         found = [owners.claims(folder, owner) for owner in owners.ids(folder) if owners.is_alive(folder, owner)]
         published = [entry.indices for entry in entries]
-        return len(np.setdiff1d(_together([claims for claims in found if claims is not None]), _together(published)))
+        return len(np.setdiff1d(_together(found), _together(published)))
 
     def publish(
         self,
@@ -724,15 +716,6 @@ def set_aside(path: Path, damaged: int) -> Path | None:
         _open_stores.pop(os.path.realpath(path), None)
         path.rename(aside)
         return aside
-
-
-def _common(wanted: Sequence[int], claims: Claims) -> list[int]:
-    """Those of the wanted samples that are among the claims."""
-    if not len(claims) or not len(wanted):
-        return []
-    ascending = np.sort(np.asarray(wanted, np.int64))
-    nearest = ascending[np.searchsorted(ascending[:-1], claims)]
-    return nearest[nearest == claims].tolist()  # type: ignore[no-any-return]
 
 
 def _together(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
