@@ -75,12 +75,12 @@ def damage(data: Path, rng: random.Random) -> None:
 def attack(folder: Path, rng: random.Random) -> None:
     """A valid LMDB file with records that say what they like; checksums fit, where they would be looked at."""
     with lmdb.open(str(folder), max_dbs=8, map_size=1 << 30) as env:
-        names = (b"meta", b"schemas", b"blocks", b"ids", b"claims", b"index")
+        names = (b"meta", b"schemas", b"blocks", b"ids", b"index")
         dbs = {name: env.open_db(name) for name in names}
         for target in rng.sample(list(_TARGETS), rng.choice([1, 1, 1, 3])):
             with env.begin(write=True, buffers=False) as txn:
                 entries = list(txn.cursor(db=dbs[target]))
-                if target == b"claims" or not entries:
+                if not entries:
                     entries.append((rng.randbytes(16), struct.pack("<q", rng.randrange(LENGTH))))
                 key, value = rng.choice(entries)
                 changed = _TARGETS[target](key, value, rng)
@@ -189,17 +189,12 @@ def _index(key: bytes, value: bytes, rng: random.Random) -> bytes | None:
     return _sealed(head, _words(value[HEAD_BYTES:], rng, first))
 
 
-def _claim(key: bytes, value: bytes, rng: random.Random) -> bytes | None:
-    return _words(value, rng)
-
-
 _TARGETS: dict[bytes, Callable[[bytes, bytes, random.Random], bytes | None]] = {
     b"meta": _meta,
     b"schemas": _schema,
     b"blocks": _block,
     b"ids": _ids,
     b"index": _index,
-    b"claims": _claim,
 }
 
 

@@ -363,7 +363,6 @@ def one_sample_more(counters: bytes) -> bytes:
         (b"ids", bytes(8), lambda record: None, "the log names 0 blocks, and there are 1|block 0 is missing"),
         (b"ids", bytes(8), lambda record: record + b"odd", "the log does not say what it holds"),
         (b"meta", b"counters", lambda counters: b"", "has lost its totals"),
-        (b"claims", bytes(16), lambda claim: b"odd", "a claim of 3 bytes"),
         (b"schemas", bytes(8), lambda text: None, "schema|unknown"),
     ],
 )

@@ -219,14 +219,23 @@ def test_killed_and_restarted(cache_dir: Path, tmp_path: Path, num_workers: int)
     assert list((cached.path / "owners").iterdir()) == []
 
 
+def claimed_by_another(cached: CachedDataset, indices: list[int]) -> owner.Owner:
+    """Another owner in this process."""
+    cache = cached._connection._cache
+    assert cache is not None
+    other = owner.Owner(cached.path / "owners")
+    cache.store.join(other)
+    assert cache.store.claim(other, 0, lambda entries: indices).granted == indices
+    return other
+
+
 def test_claims_of_a_dead_owner_are_taken_over(cache_dir: Path, source: Source) -> None:
     cached = CachedDataset(source)
     cached[0]
     cached.close()
     cached[1]
-    assert cached._connection._cache is not None
-    store = cached._connection._cache.store
-    store.claim(b"d" * owner.ID_BYTES, 0, lambda entries: [5, 6], frozenset())
+    dead = claimed_by_another(cached, [5, 6])
+    dead.forget()  # its lock is released, and its file stays
     assert_same(cached[5], image_and_label(5))
     check_epoch(cached)
     assert source.reads() == Counter(range(LENGTH))
@@ -236,9 +245,7 @@ def test_a_stopped_owner_is_overtaken(cache_dir: Path, source: Source) -> None:
     """As if it were stopped by SIGSTOP: its lock is held, and it publishes nothing."""
     cached = CachedDataset(source, claim_timeout_s=0.2)
     cached[0]
-    assert cached._connection._cache is not None
-    stopped = owner.Owner(cached.path / "owners")
-    cached._connection._cache.store.claim(stopped.id, 0, lambda entries: [5, 6], frozenset())
+    stopped = claimed_by_another(cached, [5, 6])
     started = time.monotonic()
     assert_same(cached[5], image_and_label(5))
     assert time.monotonic() - started >= 0.2

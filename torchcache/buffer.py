@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable
 
 from torchcache.flatten import Flat
+from torchcache.leaves import Spec
 from torchcache.store import Counters
 
 SOON_S = 0.05  # older samples are published together with the next ones
 LATEST_S = 0.1  # and at the latest after so long, by a thread, if there are no next ones
-# From here on a block is worth its transaction. Larger ones are slower: they no longer fit into the processor's cache,
-# and their memory is fetched from the system each time.
-ENOUGH_SAMPLES, ENOUGH_BYTES = 1024, 128 << 10
+# From here on a block is worth its transaction. Beyond some 1 MiB it gets slower again: the memory is fetched from the
+# system each time.
+ENOUGH_SAMPLES, ENOUGH_BYTES = 1024, 512 << 10
 
 
 class Buffer:
-    """The samples, which are the buffer's own: nobody else may write to them.
+    """The samples.
 
     Attributes:
         samples: taken apart.
@@ -29,6 +30,8 @@ class Buffer:
         self.samples: list[Flat] = []
         self.indices: set[int] = set()
         self.reads = Counters()
+        self._settled = 0  # so many of them are the buffer's own
+        self._growing: dict[Spec, Flat] = {}  # those that have come one by one, of each structure together
         self._nbytes = 0
         self._since = 0.0
 
@@ -40,6 +43,20 @@ class Buffer:
         for flat in samples:
             self.indices.update(flat.indices)
             self._nbytes += flat.nbytes
+
+    def settle(self) -> None:
+        """Copies what was added: its memory is the caller's, who may write to it. Not if it is published at once."""
+        added = self.samples[self._settled :]
+        del self.samples[self._settled :]
+        for flat in map(Flat.detached, added):
+            growing = self._growing.get(flat.spec) if len(flat.indices) == 1 else None
+            if growing is not None:
+                growing.extend(flat)
+            else:
+                self.samples.append(flat)
+                if len(flat.indices) == 1:
+                    self._growing[flat.spec] = flat
+        self._settled = len(self.samples)
 
     @property
     def is_ripe(self) -> bool:

@@ -106,7 +106,7 @@ def describe(path: Path) -> Description:
             blocks=len(survey.entries),
             block_bytes=survey.counters.nbytes,
             duplicate_reads=survey.counters.duplicate_reads,
-            claimed=sum(map(len, survey.claims.values())),
+            claimed=survey.claimed,
             schemas=schemas,
             parts=(provenance.from_record(survey.parts) or {}) if survey.parts else None,
         )

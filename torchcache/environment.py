@@ -21,7 +21,7 @@ DATA_FILE, WRITER_FILE = "data.mdb", "writer.lock"
 LMDB_LOCK_FILE = "lock.mdb"  # other tools make one
 LOCK_TIMEOUT_S = 60.0  # a transaction takes less than a millisecond; who has it so long is stopped
 _PAUSE_FIRST_S, _PAUSE_LAST_S = 0.000_02, 0.001
-DATABASES = (b"meta", b"schemas", b"blocks", b"ids", b"claims", b"index")
+DATABASES = (b"meta", b"schemas", b"blocks", b"ids", b"index")
 
 # Address space to reserve, not memory or disk: the file grows as it is written. Smaller ones are tried in turn where
 # a limit on address space (ulimit -v, batch systems) forbids the first.

@@ -1,6 +1,6 @@
 """The fill: claim, read, publish, wait.
 
-docs/fill.md is the specification. In short: a sample that is not cached is claimed in LMDB, read from the source and
+docs/fill.md is the specification. In short: a sample that is not cached is claimed, read from the source and
 published soon after in a block with others; what somebody else has claimed is waited for. Everything of ours is
 published before we wait, so that two processes cannot wait for each other. A dead owner's claims are taken over at
 once, a stopped one's after ``claim_timeout_s``. When the store cannot take more, the fill stops admitting and samples
@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +35,7 @@ from torchcache.store import Claim, Counters, LogEntry, Seal, Store
 
 CLAIM_TIMEOUT_S = 60.0  # by default; reading and publishing a batch takes less
 DISK_RESERVE = 0.05  # share of the disk that is left free
+MOST_CLAIMS_KEPT = 4096  # before those are dropped that count no more; else that is when we have none
 LOOK_EVERY_BYTES = 1 << 20  # of growth of the store: how often to look at the disk
 POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
 PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owner lives, and how often
@@ -49,7 +50,7 @@ class Fetched(NamedTuple):
 
     Attributes:
         samples: as the source gave them.
-        flat: all of them together, taken apart, if they were read at once, are of one structure and are published.
+        flat: all of them together, taken apart, if they were read at once and are of one structure. The caller's.
     """
 
     samples: dict[int, Any]
@@ -150,7 +151,6 @@ class Filler:
                     if waiting is None:
                         return None
                     self.flush()
-                    self._release_forgotten(claim.held)
                     waiting.wait(set(claim.held.values()), claim.transaction)
             except StoreError as error:
                 self._refuse(error)
@@ -165,28 +165,31 @@ class Filler:
             self._learn(self._store.entries(self._reader.sequence))
 
     def _claim(self, wanted: Sequence[int], usurped: frozenset[bytes]) -> Claim:
-        if not self._buffer.indices.isdisjoint(wanted):
-            self.flush()
-
         def missing(entries: list[LogEntry]) -> list[int]:
             self._learn(entries)
             return self._reader.missing(wanted)
 
-        own = self._own().id
-        with self._store.lock:
-            claim = self._store.claim(own, self._reader.sequence, missing, usurped)
+        with self._lock:
+            if not self._buffer.indices.isdisjoint(wanted):
+                self.flush()
+            owner = self._own()
+            if not self._buffer.indices and not self._reading:
+                owner.keep(())  # the others are published, or of a call that was interrupted
+            elif owner.count > MOST_CLAIMS_KEPT:
+                owner.keep(self._busy())
+            elsewhere = frozenset().union(*self._reading.values())
+            with self._store.lock:
+                claim = self._store.claim(owner, self._reader.sequence, missing, busy=elsewhere, usurped=usurped)
             self._reading[threading.get_ident()] = claim.granted
         return claim
 
-    def _release_forgotten(self, held: Mapping[int, bytes]) -> None:
-        """Gives back our own claims that no thread of ours works on: of a call that was interrupted."""
-        with self._lock, self._store.lock:
-            if self._owner is not None and self._owner.id in held.values():
-                busy = self._buffer.indices.union(*self._reading.values())
-                own = self._owner.id
-                self._release([i for i, holder in held.items() if holder == own and i not in busy])
+    def _busy(self) -> set[int]:
+        """What we have claimed and not published."""
+        return self._buffer.indices.union(*self._reading.values())
 
     def _learn(self, entries: list[LogEntry]) -> None:
+        if not entries:
+            return
         with self._store.lock:
             self._reader.apply(entries)
         now = time.monotonic()
@@ -209,11 +212,11 @@ class Filler:
             reads = Counters(source_reads=read.reads, source_seconds=read.seconds)
             count = sum(len(flat.indices) for flat in flats)
             flats = [left for flat in flats if (left := without_oversized(flat)).indices]
-            published = self._keep(flats, reads)
+            self._keep(flats, reads)
             kept = [index for flat in flats for index in flat.indices]
         finally:
             if len(kept) < len(indices):
-                self._release(sorted({*indices}.difference(kept)))
+                self._release(kept)
         if read.error is not None:
             raise read.error
         if unsupported is not None:
@@ -222,7 +225,7 @@ class Filler:
             self._serve_uncached(f"{unsupported} (on_unsupported='bypass')")
         if len(kept) < count:
             self._serve_uncached(f"{self._store.path} takes no sample of more than {LARGEST_SAMPLE_BYTES:,} bytes")
-        whole = published and len(flats) == 1 and len(kept) == len(indices)
+        whole = len(flats) == 1 and len(kept) == len(indices)
         return Fetched(read.samples, flats[0] if whole else None)
 
     def _serve_uncached(self, reason: str) -> None:
@@ -261,7 +264,6 @@ class Filler:
 
     def _unpublished(self, samples: Flat) -> Flat:
         left = set(self._reader.missing(samples.indices))
-        self._release([index for index in samples.indices if index not in left])
         return samples.rows([row for row, index in enumerate(samples.indices) if index in left])
 
     def _admits(self, nbytes: int) -> bool:
@@ -325,22 +327,20 @@ class Filler:
 
     # -- what waits to be published ----------------------------------------------------------------------
 
-    def _keep(self, samples: list[Flat], reads: Counters) -> bool:
-        """Publishes samples, or keeps them for a block that they will share with others; says whether it did."""
+    def _keep(self, samples: list[Flat], reads: Counters) -> None:
+        """Publishes samples, or keeps copies for a block that they will share with others."""
         with self._lock:
             if not samples:
                 self.note(reads)
-                return False
+                return
             self._buffer.add(samples, reads)
             last = self._reader.count + len(self._buffer.indices) >= self._store.identity.length
             if last or self._buffer.is_ripe:
                 self.flush()
-                return True
-            for flat in samples:
-                flat.detach()
+                return
+            self._buffer.settle()
             if self._flusher is None:
                 self._flusher = Flusher(self._lock, self._flush_old)
-            return False
 
     def flush(self) -> None:
         """Publishes what waits."""
@@ -378,22 +378,20 @@ class Filler:
             if self._owner is None:
                 owners.sweep(self._owners)
                 self._owner = Owner(self._owners)
+                self._store.join(self._owner)
                 # Runs at the end of a DataLoader worker too, which ends without atexit.
                 Finalize(self, _close, args=(weakref.ref(self),), exitpriority=100)
             return self._owner
 
-    def is_alive(self, owner: bytes) -> bool:
-        if owners.is_alive(self._owners, owner):
-            return True
-        self._store.disown([owner])
-        return False
-
-    def _release(self, indices: Sequence[int]) -> None:
-        if indices and self._owner is not None:
-            try:
-                self._store.release(self._owner.id, indices)
-            except StoreError:
-                self._disown()  # a dead owner's claims count no more
+    def _release(self, kept: list[int]) -> None:
+        """Gives back what this thread has claimed, but for what it has kept."""
+        with self._lock:
+            self._reading[threading.get_ident()] = kept
+            if self._owner is not None:
+                try:
+                    self._store.release(self._owner, self._busy())
+                except StoreError:
+                    self._disown()  # a dead owner's claims count no more
 
     def _disown(self) -> None:
         with self._lock:
@@ -435,7 +433,9 @@ class Filler:
 
     def after_fork(self, in_child: bool) -> None:
         if in_child:
-            self._owner = None  # the parent's; filelock has closed the child's copy of its descriptor
+            if self._owner is not None:
+                self._owner.forget()
+                self._owner = None
             self._uncounted = Counters()
         self._lock.release()
 
@@ -447,8 +447,7 @@ class _Waiting:
         self.usurped: frozenset[bytes] = frozenset()
         self._filler = filler
         self._pause = POLL_FIRST_S
-        self._started = time.monotonic()
-        self._next_probe = self._started + PROBE_AFTER_S
+        self._started = self._next_probe = 0.0
 
     def wait(self, holders: set[bytes], known_until: int) -> None:
         """Waits until the log has grown, or one of the owners has been found dead or stopped.
@@ -457,6 +456,9 @@ class _Waiting:
             holders: the owners.
             known_until: the number of the last transaction before it was seen that they hold what we want.
         """
+        if not self._started:
+            self._started = time.monotonic()
+            self._next_probe = self._started + PROBE_AFTER_S
         while self._filler._store.last_transaction() == known_until:
             time.sleep(self._pause)
             self._pause = min(2 * self._pause, POLL_LAST_S)
@@ -469,7 +471,9 @@ class _Waiting:
 
     def _is_gone(self, owner: bytes) -> bool:
         seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
-        return time.monotonic() - seen > self._filler.claim_timeout_s or not self._filler.is_alive(owner)
+        return time.monotonic() - seen > self._filler.claim_timeout_s or not owners.is_alive(
+            self._filler._owners, owner
+        )
 
 
 def _take_apart(samples: dict[int, Any], allow_pickle: bool) -> tuple[list[Flat], UnsupportedSampleError | None]:

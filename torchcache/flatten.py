@@ -26,7 +26,7 @@ def flatten(sample: Any, *, allow_pickle: bool = False) -> tuple[Spec, Leaves]:
 
     Returns:
         The spec, and the leaves in the order in which the spec names them. The leaves may share memory with the
-        sample; ``Flat.detach`` copies them.
+        sample; ``Flat.detached`` copies them.
 
     Raises:
         UnsupportedSampleError: naming the type and its place in the sample.
@@ -74,11 +74,22 @@ class Flat:
         ]
         return Flat(self.spec, [self.indices[r] for r in rows], columns)
 
-    def detach(self) -> None:
-        """Copies what may share memory with the samples, so that what the caller does with these no longer matters."""
-        for c, column in enumerate(self.columns):
-            if not isinstance(column, Uniform):  # those are copies already
-                self.columns[c] = [(dims, bytes(data)) for dims, data in column]
+    def detached(self) -> Flat:
+        """With copies of all memory, so that it does not matter what is done with the samples, or with these."""
+        columns = [
+            Uniform(column.dims, column.data.copy())
+            if isinstance(column, Uniform)
+            else [(dims, bytes(data)) for dims, data in column]
+            for column in self.columns
+        ]
+        return Flat(self.spec, list(self.indices), columns)
+
+    def extend(self, other: Flat) -> None:
+        """Adds samples of the same structure; neither these nor the others are uniform."""
+        self.indices.extend(other.indices)
+        for column, more in zip(self.columns, other.columns, strict=True):
+            assert not isinstance(column, Uniform) and not isinstance(more, Uniform)
+            column.extend(more)
 
     @property
     def nbytes(self) -> int:
@@ -111,10 +122,13 @@ def flatten_many(indices: Sequence[int], samples: Sequence[Any], *, allow_pickle
     Returns:
         One ``Flat`` for each structure among them.
     """
+    if len(samples) == 1:
+        spec, leaves = flatten(samples[0], allow_pickle=allow_pickle)
+        return [Flat(spec, list(indices), [[leaf] for leaf in leaves])]
     columns: list[Uniform | list[Leaf]] = []
-    spec = _transpose(samples, columns, 0) if len(samples) > 1 else None
-    if spec is not None:
-        return [Flat(spec, list(indices), columns)]
+    shared = _transpose(samples, columns, 0) if samples else None
+    if shared is not None:
+        return [Flat(shared, list(indices), columns)]
     groups: dict[Spec, tuple[list[int], list[list[Leaf]]]] = {}
     for index, sample in zip(indices, samples, strict=True):
         spec, leaves = flatten(sample, allow_pickle=allow_pickle)

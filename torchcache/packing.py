@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from torchcache import block as blocks
 from torchcache.flatten import Flat, Uniform
@@ -31,8 +29,7 @@ def pack(samples: Sequence[Flat], store: Store) -> list[tuple[bytearray, list[in
     for flat in samples:
         groups.setdefault(flat.spec, []).append(flat)
     packed = []
-    for spec, several in groups.items():
-        flats = _joined(several)
+    for spec, flats in groups.items():
         distinct = list(dict.fromkeys([shapes for flat in flats for shapes in _shapes(flat)]))
         schema = _choose_schema(spec, distinct, store.schemas)
         schema_id = store.schema_id(schema)
@@ -40,19 +37,6 @@ def pack(samples: Sequence[Flat], store: Store) -> list[tuple[bytearray, list[in
             block = blocks.encode(schema, schema_id, parts, blocks.PAGE_BYTES)
             packed.append((block, [index for part in parts for index in part.indices]))
     return packed
-
-
-def _joined(samples: list[Flat]) -> list[Flat]:
-    """Those that were read one by one as one ``Flat``, which is cheaper to handle; the others as they are."""
-    whole: list[Flat] = []
-    single: list[Flat] = []
-    for flat in samples:
-        (whole if any(isinstance(column, Uniform) for column in flat.columns) else single).append(flat)
-    if len(single) < 2:
-        return samples
-    parts = zip(*[flat.columns for flat in single], strict=True)
-    columns: list[Any] = [list(itertools.chain.from_iterable(column)) for column in parts]
-    return [Flat(single[0].spec, [index for flat in single for index in flat.indices], columns), *whole]
 
 
 def without_oversized(samples: Flat) -> Flat:

@@ -104,6 +104,8 @@ class Reader:
         schema_of = self._places.schema_of
         if self._places.sealed or schema_of is None:
             return []
+        if len(indices) == 1:
+            return [] if self.holds(indices[0]) else list(indices)
         wanted = np.asarray(indices, np.int64)
         return wanted[schema_of.numpy()[wanted] < 0].tolist()  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
-"""One store: the log of blocks, the claims, the schemas, the totals, the seal.
+"""One store: the log of blocks, the claims on samples, the schemas, the totals, the seal.
 
-A store is a folder with ``data.mdb`` (LMDB's), ``owners/`` (liveness locks, see ``owner``), ``writer.lock`` and
-``store.lock``. Blocks are appended and never overwritten or deleted, so that a byte once published never moves.
+A store is a folder with ``data.mdb`` (LMDB's), ``owners/`` (who fills, and claims what, see ``owner``), ``writer.lock``
+and ``store.lock``. Blocks are appended and never overwritten or deleted, so that a byte once published never moves.
 docs/format.md is the specification.
 
 All access to an unsealed store goes through write transactions, also where it only reads: one costs about a
@@ -19,7 +19,7 @@ import shutil
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ import numpy as np
 
 from torchcache import block as blocks
 from torchcache import environment, filesystem, folder
+from torchcache import owner as owners
 from torchcache.block import HEAD_BYTES, ID_BYTES, BlockHead
 from torchcache.environment import LOCK_TIMEOUT_S, Environment, WriterLock, foreign, translated
 from torchcache.errors import (
@@ -37,12 +38,13 @@ from torchcache.errors import (
     StoreMismatchError,
     StoreUnavailableError,
 )
+from torchcache.folder import OWNERS
+from torchcache.owner import Owner
 from torchcache.schema import Schema
 
 FORMAT_VERSION = 1
 
 _ENTRY = struct.Struct("<16s16sIIQI4x")  # block id, owner, schema, count, nbytes, checksum; then the sample indices
-_NO_INDICES = np.empty(0, np.int64)
 _COUNTERS = struct.Struct("<QQQQd")
 _SEAL = struct.Struct("<QQ16s")  # offset in the file, nbytes, block id of the index value
 # One store object per folder and process: py-lmdb refuses to open a file twice.
@@ -82,7 +84,13 @@ class Counters:
     source_seconds: float = 0.0
 
     def __add__(self, other: Counters) -> Counters:
-        return Counters(*[a + b for a, b in zip(self.astuple(), other.astuple(), strict=True)])
+        return Counters(
+            self.source_reads + other.source_reads,
+            self.duplicate_reads + other.duplicate_reads,
+            self.samples + other.samples,
+            self.nbytes + other.nbytes,
+            self.source_seconds + other.source_seconds,
+        )
 
     def astuple(self) -> tuple[Any, ...]:
         return (self.source_reads, self.duplicate_reads, self.samples, self.nbytes, self.source_seconds)
@@ -106,7 +114,7 @@ class Survey(NamedTuple):
         blocks: how many blocks there are.
         counters: the totals.
         schemas: the schemas, as JSON.
-        claims: which samples each owner is reading.
+        claimed: how many samples those who fill are reading.
         parts: what went into the key; empty if that is not known.
     """
 
@@ -114,7 +122,7 @@ class Survey(NamedTuple):
     blocks: int
     counters: Counters
     schemas: list[bytes]
-    claims: dict[bytes, np.ndarray[Any, Any]]
+    claimed: int
     parts: bytes
 
 
@@ -170,6 +178,9 @@ class Store:
         self._base = 0  # address of the file's first byte in LMDB's map
         self._schema_ids: dict[bytes, int] = {}
         self._own: dict[int, _Own] = {}  # blocks that we have appended and not read in the log yet
+        self._known = (-1, 0)  # a transaction, and the number up to which the log was known after it
+        self._newest = b""  # the owner that joined last, as far as we know
+        self._others: owners.Others | None = None  # those who had a file then
         self.identity: Identity
         self.read_only = ""  # why nothing may be written to it
 
@@ -330,6 +341,7 @@ class Store:
                 self._writer.close()
                 self._env = None
                 self._dbs = {}
+                self._others = None
 
     def _environment(self, create: bool = False) -> Environment:
         if self._env is None:
@@ -344,20 +356,25 @@ class Store:
                     self._dbs = environment.open_databases(env, txn, create=create)
                 writer.release()
                 undo.pop_all()
-            self._env, self._writer, self._base = env, writer, 0
+            self._env, self._writer, self._base, self._known = env, writer, 0, (-1, 0)
         return self._env
 
     @contextlib.contextmanager
-    def _write(self) -> Iterator[Any]:
-        """A write transaction: committed at the end, aborted by an exception."""
+    def _exclusive(self) -> Iterator[Environment]:
+        """Excludes other threads, and other processes that write or claim."""
         with self.lock, translated(self.path):
             env = self._environment()
             self._writer.acquire(self.lock_timeout_s)
             try:
-                with env.begin(write=True, buffers=True) as txn:
-                    yield txn
+                yield env
             finally:
                 self._writer.release()
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[Any]:
+        """A write transaction: committed at the end, aborted by an exception."""
+        with self._exclusive() as env, env.begin(write=True, buffers=True) as txn:
+            yield txn
 
     @contextlib.contextmanager
     def _read_only(self) -> Iterator[Any]:
@@ -410,7 +427,7 @@ class Store:
         own = self._own.pop(sequence, None)
         if own is not None and block is not None and bytes(block[:ID_BYTES]) == own.head.block_id:
             return LogEntry(sequence, own.head, own.owner, self._offset(txn, block), own.indices)
-        if block is None or len(record) < _ENTRY.size or (len(record) - _ENTRY.size) % _NO_INDICES.itemsize:
+        if block is None or len(record) < _ENTRY.size or (len(record) - _ENTRY.size) % 8:
             raise CorruptStoreError(f"{self.path}: block {sequence} is missing, or the log does not say what it holds")
         block_id, owner, schema_id, count, nbytes, checksum = _ENTRY.unpack_from(record)
         head = BlockHead(block_id, schema_id, count, nbytes, checksum)
@@ -440,57 +457,67 @@ class Store:
             self._base = _address(first) - offset
         return _address(value) - self._base
 
+    def join(self, owner: Owner) -> None:
+        """Lets the others know that there is another owner, before it claims anything."""
+        with self._write() as txn:
+            txn.put(b"owner", owner.id, db=self._dbs[b"meta"])
+
     def claim(
-        self, owner: bytes, since: int, missing: Callable[[list[LogEntry]], Sequence[int]], usurped: frozenset[bytes]
+        self,
+        owner: Owner,
+        since: int,
+        missing: Callable[[list[LogEntry]], Sequence[int]],
+        *,
+        busy: Set[int] = frozenset(),
+        usurped: frozenset[bytes] = frozenset(),
     ) -> Claim:
-        """Claims samples, in one transaction with a look at the log, so that none can be published in between.
+        """Claims samples, together with a look at the log, so that none can be published in between.
 
         Args:
             owner: who claims.
             since: the log is known up to this number.
             missing: takes the new entries of the log, and gives the indices that are still wanted.
+            busy: samples that are the owner's own already, for another thread.
             usurped: owners whose claims count no more, because they are dead or stopped.
         """
-        with self._write() as txn:
-            wanted = missing(self._entries(txn, since))
-            claims = self._claims(txn)
-            held = _holders(wanted, {holder: claims[holder] for holder in claims if holder not in usurped})
+        with self._exclusive() as env:
+            transaction = env.info()["last_txnid"]
+            wanted = missing(self._news(env, transaction, since))
+            held = {} if self._others is None else self._others.holders(wanted, {owner.id, *usurped})
+            if busy and owner.id not in usurped:
+                held.update({index: owner.id for index in wanted if index in busy})
             granted = [index for index in wanted if index not in held] if held else list(wanted)
             if granted:
-                self._put_claims(txn, owner, np.concatenate((claims.get(owner, _NO_INDICES), granted)))
-            return Claim(granted, held, txn.id() - (not granted))  # nothing written: the number is not used up
+                owner.claim(granted)
+            return Claim(granted, held, transaction)
 
-    def release(self, owner: bytes, indices: Sequence[int]) -> None:
-        """Gives claims back."""
+    def _news(self, env: Environment, transaction: int, since: int) -> list[LogEntry]:
+        """What has been published, and learns of new owners: a look at LMDB, if there was a transaction since."""
+        if self._known == (transaction, since):
+            return []
+        with env.begin(write=True, buffers=True) as txn:
+            entries = self._entries(txn, since)
+            newest = bytes(txn.get(b"owner", b"", db=self._dbs[b"meta"]))
+        if newest != self._newest or self._others is None:
+            self._others = self._others or owners.Others(self.path / OWNERS, self.identity.length)
+            self._others.look()
+            self._newest = newest
+        self._known = transaction, entries[-1].sequence + 1 if entries else since
+        return entries
+
+    def release(self, owner: Owner, left: Collection[int]) -> None:
+        """Gives claims back, all but some, by a commit: whoever waits for one looks for these."""
         with self._write() as txn:
-            self._release(txn, owner, indices)
+            owner.keep(left)
+            owner.claim(())
+            self._put_counters(txn, self._counters(txn))
 
-    def _release(self, txn: Any, owner: bytes, indices: Sequence[int]) -> None:
-        claimed = txn.get(owner, db=self._dbs[b"claims"])
-        if claimed is not None:
-            left = set(self._claimed(claimed).tolist()) - set(indices)
-            self._put_claims(txn, owner, np.array(list(left), np.int64))
-
-    def disown(self, owners: Iterable[bytes]) -> None:
-        """Removes the claims of owners that are dead."""
-        with self._write() as txn:
-            for owner in owners:
-                txn.delete(owner, db=self._dbs[b"claims"])
-
-    def _claims(self, txn: Any) -> dict[bytes, np.ndarray[Any, Any]]:
-        cursor = txn.cursor(db=self._dbs[b"claims"])
-        return {bytes(owner): self._claimed(indices) for owner, indices in cursor}
-
-    def _claimed(self, record: Any) -> np.ndarray[Any, Any]:
-        if len(record) % 8:
-            raise CorruptStoreError(f"{self.path}: a claim of {len(record)} bytes is not one of whole indices")
-        return np.frombuffer(bytes(record), "<i8")
-
-    def _put_claims(self, txn: Any, owner: bytes, indices: np.ndarray[Any, Any]) -> None:
-        if len(indices):
-            txn.put(owner, indices.astype("<i8").tobytes(), db=self._dbs[b"claims"])
-        else:
-            txn.delete(owner, db=self._dbs[b"claims"])
+    def _claimed(self, entries: Sequence[LogEntry]) -> int:
+        """How many samples are claimed by owners that live, and not in the log."""
+        folder = self.path / OWNERS
+        found = [owners.claims(folder, owner) for owner in owners.ids(folder) if owners.is_alive(folder, owner)]
+        published = [entry.indices for entry in entries]
+        return len(np.setdiff1d(_together(found), _together(published)))
 
     def publish(
         self,
@@ -500,7 +527,7 @@ class Store:
         counters: Counters,
         admit: Callable[[int], bool],
     ) -> tuple[list[LogEntry], Counters | None]:
-        """Appends blocks and gives up the claims on their samples, in one transaction.
+        """Appends blocks in one transaction. Claims on what is in the log count no more.
 
         Args:
             owner: who publishes.
@@ -515,13 +542,12 @@ class Store:
         """
         with self._write() as txn:
             entries = self._entries(txn, since)
-            taken = {int(i) for entry in entries for i in entry.indices}
+            taken = set(_together([entry.indices for entry in entries]).tolist())
             totals = self._counters(txn)
             size = totals.nbytes + sum(len(block) for block, _ in prepared)
-            if not admit(size) or any(i in taken for _, indices in prepared for i in indices):
+            if not admit(size) or not all(taken.isdisjoint(indices) for _, indices in prepared):
                 return entries, None
             appended = dict([self._append(txn, owner, block, indices) for block, indices in prepared])
-            self._release(txn, owner, [i for _, indices in prepared for i in indices])
             count = sum(len(indices) for _, indices in prepared)
             totals += counters + Counters(samples=count, nbytes=size - totals.nbytes)
             self._put_counters(txn, totals)
@@ -554,6 +580,9 @@ class Store:
 
     def schema_id(self, schema: Schema) -> int:
         """The number of a schema in the store, which learns it if need be."""
+        for number, known in enumerate(self.schemas):
+            if known is schema:
+                return number
         text = schema.to_json()
         if text not in self._schema_ids:
             with self._write() as txn:
@@ -577,7 +606,7 @@ class Store:
             entries = self._entries(txn, 0)
             blocks_stored = txn.stat(self._dbs[b"blocks"])["entries"]
             parts = bytes(txn.get(b"parts", db=self._dbs[b"meta"], default=b""))
-            return Survey(entries, blocks_stored, self._counters(txn), texts, self._claims(txn), parts)
+            return Survey(entries, blocks_stored, self._counters(txn), texts, self._claimed(entries), parts)
 
     def count(self, counters: Counters) -> None:
         """Adds to the store's totals."""
@@ -682,7 +711,7 @@ def destroy_if_empty(store: Store) -> bool:
     """Removes the folder of a store into which nothing was published, and in which nobody has a claim."""
     with registry_lock, folder.guard(store.path):  # in the order in which a store is opened
         with store._write() as txn:
-            if any(txn.stat(store._dbs[name])["entries"] for name in (b"ids", b"claims")):
+            if txn.stat(store._dbs[b"ids"])["entries"] or store._claimed([]):
                 return False
         destroy(store.path)
         return True
@@ -704,17 +733,8 @@ def set_aside(path: Path, damaged: int) -> Path | None:
         return aside
 
 
-def _holders(wanted: Sequence[int], claims: Mapping[bytes, np.ndarray[Any, Any]]) -> dict[int, bytes]:
-    """The owner of each of the wanted samples that has one."""
-    if len(wanted) == 1:
-        return {index: holder for index in wanted for holder, indices in claims.items() if index in indices}
-    held: dict[int, bytes] = {}
-    ascending = np.sort(np.asarray(wanted, np.int64))
-    for holder, indices in claims.items() if len(ascending) else ():
-        nearest = ascending[np.searchsorted(ascending[:-1], indices)]
-        for index in nearest[nearest == indices].tolist():
-            held[index] = holder
-    return held
+def _together(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def _key(number: int) -> bytes:
