@@ -73,7 +73,14 @@ def damage(data: Path, rng: random.Random) -> None:
 
 
 def attack(folder: Path, rng: random.Random) -> None:
-    """A valid LMDB file with records that say what they like; checksums fit, where they would be looked at."""
+    """A valid LMDB file with records that say what they like; checksums fit, where they would be looked at.
+
+    And the file of an owner who has died, or never was, which may claim everything.
+    """
+    if rng.random() < 0.3:
+        (folder / "owners").mkdir(exist_ok=True)
+        claims = struct.pack(f"<Q{LENGTH}q", LENGTH, *range(LENGTH))
+        (folder / "owners" / f"{rng.randbytes(16).hex()}.lock").write_bytes(_words(claims, rng))
     with lmdb.open(str(folder), max_dbs=8, map_size=1 << 30) as env:
         names = (b"meta", b"schemas", b"blocks", b"ids", b"index")
         dbs = {name: env.open_db(name) for name in names}

@@ -149,6 +149,9 @@ def test_more_owners_than_files_are_kept_open(cache_dir: Path, source: Source, m
     claim = cache.store.claim(mine, 0, lambda entries: list(range(5, 95)))
     assert claim.granted == [*range(5, 10), *range(80, 95)]
     assert claim.held == {10 * i + j: others[i - 1].id for i in range(1, 8) for j in range(10)}
+    known = cache.store._others
+    assert known is not None
+    assert sum(other.is_open for other in known._known.values()) == 3
     for other in others:
         other.release()
     assert cache.store.claim(mine, 0, lambda entries: list(range(10, 80))).granted == list(range(10, 80))

@@ -137,18 +137,18 @@ class Others:
 
     def look(self) -> None:
         """Looks who there is. Those who come later are not known."""
-        known = self._known
-        self._known = {}
-        for owner in ids(self._folder):
-            keeps = len(self._known) < MOST_DESCRIPTORS
-            self._known[owner] = known.get(owner) or _Other(_path(self._folder, owner), keeps)
-
-    def forget(self) -> None:
-        """Closes every file."""
-        self._known = {}
+        present = ids(self._folder)
+        self._known = {owner: self._known[owner] for owner in present if owner in self._known}
+        room = MOST_DESCRIPTORS - sum(other.is_open for other in self._known.values())
+        for owner in present:
+            if owner not in self._known:
+                self._known[owner] = _Other(_path(self._folder, owner), keeps=room > 0)
+                room -= 1
 
     def holders(self, wanted: Sequence[int], ignored: Collection[bytes]) -> dict[int, bytes]:
         """Who has claimed which of the wanted samples."""
+        if not wanted:
+            return {}
         asked = [(owner, other.claims()) for owner, other in self._known.items() if owner not in ignored]
         if not any(record for _, record in asked):
             return {}
@@ -183,6 +183,10 @@ class _Other:
             with contextlib.suppress(OSError):
                 self._fd = os.open(path, _LOOK)
                 weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None
 
     def claims(self) -> bytes:
         """What it has claimed; nothing if the file does not say."""
