@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
+import resource
 import sys
 import weakref
 from array import array
@@ -36,7 +38,8 @@ _COUNT_BYTES = 8
 _FIRST_READ_BYTES = 1 << 13  # as many claims as most owners have
 # Of one owner. Nobody's batch is larger, and a file that says so takes no more memory.
 MOST_CLAIMS = 1 << 20
-MOST_DESCRIPTORS = 64  # files of others that are kept open; a process may have 1,024, and they are others' too
+# Files of others that are kept open, of all stores together, and the share of what a process may have open.
+MOST_DESCRIPTORS, DESCRIPTORS_SHARE = 64, 1 / 16
 # Neither a link to somewhere else nor a pipe that nobody writes to.
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -139,11 +142,9 @@ class Others:
         """Looks who there is. Those who come later are not known."""
         present = ids(self._folder)
         self._known = {owner: self._known[owner] for owner in present if owner in self._known}
-        room = MOST_DESCRIPTORS - sum(other.is_open for other in self._known.values())
         for owner in present:
             if owner not in self._known:
-                self._known[owner] = _Other(_path(self._folder, owner), keeps=room > 0)
-                room -= 1
+                self._known[owner] = _Other(_path(self._folder, owner), keeps=True)
 
     def holders(self, wanted: Sequence[int], ignored: Collection[bytes]) -> dict[int, bytes]:
         """Who has claimed which of the wanted samples."""
@@ -173,20 +174,20 @@ class Others:
         }
 
 
+_kept: set[int] = set()  # descriptors
+
+
 class _Other:
     """Another owner's file, which is kept open if there are not too many."""
 
     def __init__(self, path: str, keeps: bool) -> None:
         self._path = path
         self._fd: int | None = None
-        if keeps:
+        if keeps and len(_kept) < min(MOST_DESCRIPTORS, DESCRIPTORS_SHARE * _limit(resource.RLIMIT_NOFILE)):
             with contextlib.suppress(OSError):
                 self._fd = os.open(path, _LOOK)
-                weakref.finalize(self, os.close, self._fd)
-
-    @property
-    def is_open(self) -> bool:
-        return self._fd is not None
+                _kept.add(self._fd)
+                weakref.finalize(self, _close_kept, self._fd)
 
     def claims(self) -> bytes:
         """What it has claimed; nothing if the file does not say."""
@@ -200,6 +201,16 @@ class _Other:
                 os.close(fd)
         except OSError:  # gone, no file, or of another user, who keeps it to himself: then samples may be read twice
             return b""
+
+
+def _close_kept(fd: int) -> None:
+    _kept.discard(fd)
+    os.close(fd)
+
+
+def _limit(which: int) -> float:
+    soft, _ = resource.getrlimit(which)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def _claims(fd: int) -> bytes:
