@@ -1,8 +1,9 @@
 """Owners: what they have claimed is theirs, whatever becomes of them and of their files."""
 
-from __future__ import gc
+from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import signal
