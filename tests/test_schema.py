@@ -186,13 +186,20 @@ def test_many_at_once_are_as_one_by_one(samples: list[Any]) -> None:
 
 
 def test_what_is_detached_is_independent() -> None:
-    tensors = [torch.zeros(3), torch.zeros(4)]
-    flats = flatten_many([0, 1], tensors)
-    for flat in flats:
-        flat.detach()
-    for tensor in tensors:
+    several, single = [torch.zeros(3), torch.zeros(4)], torch.zeros(5)
+    flats = [flat.detached() for flat in flatten_many([0, 1], several) + flatten_many([2], [single])]
+    for tensor in [*several, single]:
         tensor.fill_(1)
-    assert [bytes(data) for flat in flats for _, data in flat.columns[0]] == [bytes(12), bytes(16)]
+    assert [bytes(data) for flat in flats for _, data in flat.columns[0]] == [bytes(12), bytes(16), bytes(20)]
+
+
+def test_what_is_detached_has_arrays_of_its_own() -> None:
+    (flat,) = flatten_many([0, 1], [torch.zeros(3), torch.zeros(3)])
+    (own,) = flat.detached().columns
+    (column,) = flat.columns
+    assert isinstance(own, Uniform) and isinstance(column, Uniform)
+    column.data.fill(1)
+    assert bytes(own.data) == bytes(24)
 
 
 @pytest.mark.parametrize(
