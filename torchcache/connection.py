@@ -28,7 +28,7 @@ from torchcache.errors import (
     StoreUnavailableError,
     UnsupportedSampleError,
 )
-from torchcache.fill import CLAIM_TIMEOUT_S, Filler
+from torchcache.fill import AT_EXIT, CLAIM_TIMEOUT_S, Filler
 from torchcache.guard import RandomnessGuard
 from torchcache.reader import Reader
 from torchcache.source import Source, UncacheableSourceError, changed_after_wrapping
@@ -338,7 +338,7 @@ class Connection:
         if not self._records:
             self._records = True
             # Runs at the end of a DataLoader worker too, and when this object is dropped.
-            Finalize(self, usage.record, args=(self.served, self.path), exitpriority=50)
+            Finalize(self, usage.record, args=(self.served, self.path), exitpriority=AT_EXIT)
 
     def begin_again(self) -> None:
         """In a forked process, which has not served anything yet."""

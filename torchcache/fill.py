@@ -36,6 +36,8 @@ from torchcache.store import Claim, Counters, LogEntry, Seal, Store
 CLAIM_TIMEOUT_S = 60.0  # by default; reading and publishing a batch takes less
 DISK_RESERVE = 0.05  # share of the disk that is left free
 MOST_CLAIMS_KEPT = 4096  # before those are dropped that count no more; else that is when we have none
+# After multiprocessing has removed its temporary files (-100): a main process that was interrupted waits for no worker.
+AT_EXIT = -200
 LOOK_EVERY_BYTES = 1 << 20  # of growth of the store: how often to look at the disk
 POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
 PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owner lives, and how often
@@ -380,7 +382,7 @@ class Filler:
                 self._owner = Owner(self._owners)
                 self._store.join(self._owner)
                 # Runs at the end of a DataLoader worker too, which ends without atexit.
-                Finalize(self, _close, args=(weakref.ref(self),), exitpriority=100)
+                Finalize(self, _close, args=(weakref.ref(self),), exitpriority=AT_EXIT)
             return self._owner
 
     def _release(self, kept: list[int]) -> None:

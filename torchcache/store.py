@@ -364,8 +364,8 @@ class Store:
         """Excludes other threads, and other processes that write or claim."""
         with self.lock, translated(self.path):
             env = self._environment()
-            self._writer.acquire(self.lock_timeout_s)
             try:
+                self._writer.acquire(self.lock_timeout_s)  # an interrupt may come as soon as it has returned
                 yield env
             finally:
                 self._writer.release()
