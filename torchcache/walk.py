@@ -19,6 +19,7 @@ from torchcache.packages import package_of
 
 BULK_ROWS = 256  # longer lists of equal rows are hashed column by column, shorter ones element by element
 LISTED_ELEMENTS = 64  # elements of one container that `explain` lists
+LONGEST_INT_BITS = 256  # that `explain` writes out: Python refuses to do so from some 14,000 on
 OMITTED = "left out"
 
 
@@ -172,8 +173,14 @@ def uniform_bytes(values: Sequence[Any]) -> int:
 
 def describe(obj: Any, digest: bytes) -> str:
     kind = type(obj)
-    if kind in ATOMS or issubclass(kind, pathlib.PurePath):
-        text = repr(obj)
+    if kind is int and obj.bit_length() > LONGEST_INT_BITS:
+        return f"int of {obj.bit_length()} bits {digest.hex()[:12]}"
+    text = ""
+    if issubclass(kind, pathlib.PurePath):
+        text = f"{kind.__name__}({str(obj)!r})"  # what repr gives, unless a user's does anything else
+    elif kind in ATOMS:
+        text = repr(obj[:80] if kind is str else obj)  # it may be a whole book
+    if text:
         return text if len(text) <= 80 else f"{text[:77]}..."
     if kind is types.ModuleType:
         return f"module {obj.__name__} ({package_of(obj.__name__) or digest.hex()[:12]})"
