@@ -9,10 +9,19 @@ from collections.abc import Mapping
 from torchcache.errors import CorruptStoreError
 
 MOST_PARTS, MOST_CHARACTERS = 500, 300
+MOST_BYTES = MOST_PARTS * 2 * MOST_CHARACTERS * 13  # a character takes up to 12 bytes of JSON
 HIDDEN = "..."
 
-_SECRET = re.compile(r"(.*_)?(key|token|secret|passwd|password|credential|signature)s?", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"//[^/@\s]+@")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of api_key, client-secret, accessToken
+_SECRET = re.compile(
+    r".*(key|token|secret|passw(or)?d|passphrase|pwd|credential|signature|authorization)s?|auth|sas", re.IGNORECASE
+)
+_CONNECTION = re.compile(r"connection_?string", re.IGNORECASE)  # which holds an AccountKey, or a password
+_NAMELESS = re.compile(r"\.__defaults__\[\d+\]")  # a default argument: it may be that of a password
+_VALUE = re.compile(r"['\"(\d-]|bytes |bytearray |int of ")  # how a string, a number, or the digest of such begins
+# The user's part of a URL, also if its end is cut off, and the query, which may hold a signature.
+_USER_IN_URL = re.compile(r"//[^/\s]*(@|\.\.\.$)")
+_QUERY_OF_URL = re.compile(r"(://[^\s?]*\?)\S*")
 
 
 def to_record(parts: Mapping[str, str] | None) -> bytes:
@@ -33,6 +42,8 @@ def from_record(record: bytes) -> dict[str, str] | None:
     Raises:
         CorruptStoreError: if it is no such record.
     """
+    if len(record) > MOST_BYTES:
+        raise CorruptStoreError(f"what went into the key takes {len(record)} bytes; no more than {MOST_BYTES} can be")
     try:
         found = json.loads(record)
     except (ValueError, RecursionError) as error:
@@ -45,7 +56,13 @@ def from_record(record: bytes) -> dict[str, str] | None:
 
 
 def _shown(path: str, what: str) -> str:
-    """The text of a part, but of a string where a name on the way to it says that it is a secret."""
-    if what.startswith(("'", '"')) and any(map(_SECRET.fullmatch, re.split(r"[.\[\]'\"]+", path))):
+    """The text of a part, but of a value where a name on the way to it says that it is a secret."""
+    if _VALUE.match(what) and _is_secret(path, what):
         return HIDDEN
-    return _USER_IN_URL.sub(f"//{HIDDEN}@", what)[:MOST_CHARACTERS]
+    return _QUERY_OF_URL.sub(rf"\1{HIDDEN}", _USER_IN_URL.sub(f"//{HIDDEN}@", what))[:MOST_CHARACTERS]
+
+
+def _is_secret(path: str, what: str) -> bool:
+    if any(map(_SECRET.fullmatch, _WORD.findall(path))) or _CONNECTION.search(path):
+        return True
+    return what[0] in "'\"" and _NAMELESS.search(path) is not None

@@ -227,6 +227,8 @@ def description(info: StoreInfo, found: Description | None) -> Iterable[Table | 
         yield table(("part", "value, or a digest of it"), list(found.parts.items())[:MOST_PARTS])
         if len(found.parts) > MOST_PARTS:
             yield f"and {len(found.parts) - MOST_PARTS} more; --json has all"
+    elif found is not None and found.parts is None:
+        yield "what went into the key: -"
     for number, schema in enumerate(found.schemas if found else ()):
         yield f"structure {number}: {schema.samples} samples"
         rows = [
