@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pathlib
 import struct
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from helpers import Source, assert_same, image_and_label
 from torch.utils.data import DataLoader
 
 import torchcache
-from torchcache import CachedDataset, catalog, folder, provenance, usage
+from torchcache import CachedDataset, catalog, fingerprint, folder, provenance, usage
 
 FORK = multiprocessing.get_context("fork")
 LENGTH = 200
@@ -144,6 +145,38 @@ def test_another_file_in_its_place(full: CachedDataset, content: bytes) -> None:
     assert saved(full) == 1
 
 
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "huge"])
+def test_what_is_no_file_is_neither_waited_for_nor_read(
+    full: CachedDataset, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = full.path / "usage"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "endless":
+        place.symlink_to("/dev/zero")
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.touch()
+        os.truncate(place, 1 << 42)
+    assert saved(full) == 0
+    full[0]
+    with caplog.at_level("DEBUG", "torchcache"):
+        full.close()
+    assert ("begun anew" if kind == "huge" else "are not recorded") in caplog.text
+    assert saved(full) == (kind == "huge")
+
+
+def test_recording_counts_as_a_use(full: CachedDataset) -> None:
+    full[0]
+    day_before = time.time() - 86_400
+    for file in full.path.glob("*"):
+        os.utime(file, (day_before, day_before))
+    assert folder.last_used(full.path) < time.time() - 86_000
+    full.close()
+    assert folder.last_used(full.path) > time.time() - 60
+
+
 def test_large_numbers(full: CachedDataset) -> None:
     (full.path / "usage").write_bytes(struct.pack("<qq", (1 << 62) - 1, (1 << 63) - 1))
     full[0]
@@ -205,6 +238,61 @@ def test_what_went_into_the_key(cache_dir: Path) -> None:
     assert "what went into the key" in shown and "dataset.root" in shown and "/data/photos" in shown
 
 
+class Client:
+    def __init__(self, user: str, where: str = "hunter2", *, token: str = "hunter2") -> None:
+        self.user, self.where = user, len(where)
+        self.apikey = self.accessToken = self.secret_value = self.pwd = "hunter2"
+        self.headers = {"Authorization": "Bearer hunter2", "accept": "image/png"}
+        self.options = {"client-secret": "hunter2", "connection_string": "AccountKey=hunter2"}
+        self.signed = "https://example.org/photos?X-Amz-Signature=hunter2"
+        self.odd = "https://me:p@hunter2@example.org/photos"
+        self.long = f"https://me:hunter2{'x' * 100}@example.org/photos"
+        self.password, self.token = 314159265, b"hunter2"
+        self.keyboard, self.tokenizer, self.author = "qwertz", "words", "Ada"
+        self.sign = (lambda secret: lambda: secret)("hunter2")
+
+
+def test_secrets_are_left_out() -> None:
+    record = provenance.to_record(fingerprint(Client("Ada"), explain=True).parts)
+    assert b"hunter2" not in record and b"314159265" not in record
+    found = provenance.from_record(record)
+    assert found is not None
+    assert found["dataset.headers['accept']"] == "'image/png'"
+    assert (found["dataset.keyboard"], found["dataset.tokenizer"]) == ("'qwertz'", "'words'")
+    assert found["dataset.author"] == found["dataset.user"] == "'Ada'"
+    assert found["dataset.password"] == found["dataset.token"] == found["dataset.accessToken"] == "..."
+    assert found["dataset.signed"] == "'https://example.org/photos?..."
+    assert found["dataset.odd"] == "'https://...@example.org/photos'"
+
+
+class Silent(pathlib.PurePosixPath):
+    def __repr__(self) -> str:
+        raise RuntimeError("not to be shown")
+
+
+UNUSUAL = {
+    "large": 10**5000,
+    "very large": -(1 << 60_000),
+    "silent": Silent("x"),
+    "long": "x" * 100_000,
+    "half a character": "\udc80",
+    "a long name": {"k" * 9999: 1},
+}
+
+
+@pytest.mark.parametrize("value", UNUSUAL.values(), ids=UNUSUAL)
+def test_what_cannot_be_shown_can_be_wrapped(cache_dir: Path, value: Any) -> None:
+    """As long as a key could be had without an explanation of it."""
+    photos = Photos()
+    photos.value = value
+    with CachedDataset(photos) as cached:
+        assert cached.path.name.endswith(fingerprint(photos))
+        assert_same(cached[0], image_and_label(0))
+    shown = catalog.describe(cached.path).parts
+    assert shown is not None
+    assert len(shown["dataset.value"]) <= 80
+
+
 def test_a_key_of_the_users(full: CachedDataset, source: Source) -> None:
     with CachedDataset(source, key="mine") as cached:
         cached[0]
@@ -221,7 +309,9 @@ def test_the_record_is_bounded() -> None:
     assert {len(what) for what in found.values()} == {provenance.MOST_CHARACTERS}
 
 
-@pytest.mark.parametrize("record", [b"", b"[]", b"{", b'{"a": 1}', b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize(
+    "record", [b"", b" " * (provenance.MOST_BYTES + 1), b"[]", b"{", b'{"a": 1}', b"[" * 100_000, b"\xff"]
+)
 def test_a_record_that_is_none(record: bytes) -> None:
     with pytest.raises(torchcache.CorruptStoreError, match="what went into the key"):
         provenance.from_record(record)
@@ -234,7 +324,7 @@ def test_a_store_without_the_record(cache_dir: Path, source: Source, monkeypatch
         cached.fill(progress=False)
     assert catalog.describe(cached.path).parts is None
     assert_same(CachedDataset(source)[3], image_and_label(3))
-    assert "what went into the key" not in run("info", cached.path)
+    assert "what went into the key: -" in run("info", cached.path)
 
 
 def run(*arguments: Any) -> str:

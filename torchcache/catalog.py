@@ -79,7 +79,7 @@ class StoreInfo:
         hits_by_day: the same by day, in days since 1970-01-01 (UTC); ``usage.EARLIER`` for all older ones.
         nbytes: what the folder takes on the disk, in bytes.
         resident_bytes: how much of it is in memory; ``None`` where the system does not tell.
-        last_used: when a process last opened it to use it, or wrote to it; seconds since 1970.
+        last_used: when a process last opened it to use it, wrote to it, or recorded its hits; seconds since 1970.
         filling: how many processes are bringing samples into it.
         in_use: whether a process has it open.
     """

@@ -123,9 +123,9 @@ def locked(descriptor: int, operation: int) -> bool:
 
 
 def last_used(path: Path) -> float:
-    """When a process last opened a store to use it, or wrote to it; seconds since 1970."""
+    """When a process last opened a store to use it, wrote to it, or recorded its hits; seconds since 1970."""
     times = []
-    for file in (path / GUARD_FILE, path / DATA_FILE):
+    for file in (path / GUARD_FILE, path / DATA_FILE, path / USAGE_FILE):
         with contextlib.suppress(OSError):
             times.append(file.stat().st_mtime)
     return max(times) if times else path.stat().st_mtime

@@ -6,9 +6,11 @@ written, or is not what it should be, the numbers are lost and no more. docs/for
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import stat
 import struct
 import time
 from dataclasses import dataclass
@@ -56,7 +58,11 @@ class Usage:
 def read(path: Path) -> Usage:
     """What was recorded of the store in a folder; nothing where there is no such file, or another."""
     try:
-        days = _parsed((path / USAGE_FILE).read_bytes())
+        descriptor = _open(path, os.O_RDONLY)
+        try:
+            days = _parsed(_content(descriptor))
+        finally:
+            os.close(descriptor)
     except OSError:
         days = {}
     return Usage(sum(days.values()), days)
@@ -68,7 +74,7 @@ def record(served: Served, path: Path) -> None:
     if hits <= 0:
         return
     try:
-        descriptor = os.open(path / USAGE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:  # removed, or only read here
         logger.debug("%s: %d hits are not recorded: %s", path, hits, error)
         return
@@ -76,14 +82,33 @@ def record(served: Served, path: Path) -> None:
         if locked(descriptor, fcntl.LOCK_EX):
             _add(descriptor, hits, int(time.time() // _DAY_S))
             served.recorded += hits
+        else:
+            logger.debug("%s: %d hits are not recorded: the file cannot be locked", path, hits)
     except OSError as error:
         logger.debug("%s: %d hits are not recorded: %s", path, hits, error)
     finally:
         os.close(descriptor)
 
 
+def _open(path: Path, flags: int) -> int:
+    """The file, open, if it is one: who opens a pipe waits for its other end, and a device has no end."""
+    descriptor = os.open(path / USAGE_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path / USAGE_FILE))
+    return descriptor
+
+
+def _content(descriptor: int) -> bytes:
+    """What it holds; of one that is too long, as much as shows that."""
+    return os.pread(descriptor, _most_bytes() + 1, 0)
+
+
 def _add(descriptor: int, hits: int, today: int) -> None:
-    days = _parsed(os.pread(descriptor, _most_bytes() + 1, 0))
+    data = _content(descriptor)
+    days = _parsed(data)
+    if data and not days:
+        logger.debug("the file of hits is not what it should be, and is begun anew")
     days[today] = days.get(today, 0) + hits
     kept = sorted(day for day in days if day != EARLIER)[-MOST_DAYS:]
     earlier = sum(count for day, count in days.items() if day not in kept)
