@@ -111,6 +111,19 @@ def test_a_prefix_is_listed_once_and_copied_largest_first(cache_dir: Path, s3: S
     assert [path for _, path, _ in s3.requests[before:]] == ["/bucket"], "a second call fetches nothing"
 
 
+def test_missing_credentials_are_said_with_the_remedy(
+    cache_dir: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(StagingError, match=r"NoCredentialsError: .*set AWS_ACCESS_KEY_ID"):
+        stage(URL, storage_options={"endpoint_url": s3.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}})
+    assert not s3.requests
+
+
 def test_what_changed_is_fetched_and_what_vanished_is_removed(cache_dir: Path, s3: S3Server) -> None:
     folder = stage(URL, storage_options=s3.storage_options)
     (folder / "mine.txt").write_text("not from the source")

@@ -89,7 +89,7 @@ def _part_of_this_node(length: int) -> list[int] | None:
 
 @app.command()
 def verify(
-    store: Annotated[str | None, typer.Argument(metavar="[STORE]", help=f"{_STORE} All of them without it.")] = None,
+    store: Annotated[str | None, typer.Argument(metavar="STORE", help=f"{_STORE} All of them without it.")] = None,
     source: Annotated[
         str | None, typer.Option(metavar="MODULE:FACTORY", help=f"Compare the samples with a dataset. {_FACTORY}")
     ] = None,
@@ -148,7 +148,7 @@ def warm(
 
 @app.command()
 def rm(
-    stores: Annotated[list[str], typer.Argument(metavar="STORE...", help=_STORE, show_default=False)],
+    stores: Annotated[list[str], typer.Argument(metavar="STORE", help=_STORE, show_default=False)],
     force: Annotated[bool, typer.Option("--force", help="Also while a process uses it.")] = False,
     cache_dir: CacheDir = None,
     json: Json = False,
@@ -194,7 +194,7 @@ def prune(
 @app.command("stage")
 def run_stage(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix, gs://…, https://…, a path.")],
-    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="As --cache-dir.")] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="As --cache-dir.")] = None,
     include: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these paths; repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Not these paths; repeatable.")] = None,
     shard: Annotated[

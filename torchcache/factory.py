@@ -68,6 +68,7 @@ def _make(spec: str) -> Any:
 
 def described(error: BaseException) -> str:
     """An error of the user's code in one line, with the place where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
+    ours = ("<frozen ", __file__, importlib.__file__)  # which say nothing of the user's code
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error).strip()}{where}"

@@ -20,6 +20,11 @@ PERMANENT = (
     *(ValueError, TypeError, NotImplementedError, ImportError, MemoryError),
 )
 LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG}
+# botocore's errors. Tried again all the same: the service that hands out an instance's role may be busy.
+NO_CREDENTIALS = (
+    " (set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws; "
+    "for a public bucket give fsspec the option anon=true)"
+)
 RETRIED_STATUS = {408, 425, 429}  # the answers below 500 that mean: later
 
 logger = logging.getLogger("torchcache")
@@ -77,5 +82,6 @@ def is_transient(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The error's class and text, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """The error's class and text, in one line, and what to do where that is not obvious."""
+    remedy = NO_CREDENTIALS if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError") else ""
+    return " ".join(f"{type(error).__name__}: {error}{remedy}".split())
