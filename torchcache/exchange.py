@@ -2,8 +2,7 @@
 
 Every rank knows from the seed which samples every rank needs at every step; that is what makes ``DistributedSampler``
 work. So nobody asks for anything: at each step a rank gathers from its own node's cache what that node keeps of
-everybody's batch, and two collective calls (lengths, then bytes) deliver it; large values follow, each by itself.
-docs/nodes.md has the picture.
+everybody's batch, and two collective calls (lengths, then bytes) deliver it. docs/nodes.md has the picture.
 """
 
 from __future__ import annotations
