@@ -76,45 +76,6 @@ def epochs(folder: Path) -> None:
         assert 0 < cached.stats.samples_cached < 50
 
 
-def pair(index: int) -> Any:
-    """Two columns whose values are sent each by itself, and two whose are not."""
-    image, depth = torch.full((3, 200, 200), index, dtype=torch.uint8), torch.full((200, 160), float(index))
-    return {"image": image, "label": index, "depth": depth, "box": torch.arange(4) + index}
-
-
-def image(index: int) -> Any:
-    return pair(index)["image"], index
-
-
-def some_are_small(index: int) -> Any:
-    return pair(index) if index % 5 else {"image": torch.full((3,), index)}
-
-
-def darker(sample: Any) -> Any:
-    return {**sample, "image": sample["image"] // 2}
-
-
-def large(folder: Path) -> None:
-    sent: list[int] = []
-    send: Any = dist.isend
-    dist.isend = lambda tensor, *more: (sent.append(tensor.nbytes), send(tensor, *more))[1]  # type: ignore[assignment]
-    own = folder / f"reference-{RANK}"
-    images = Source(103, folder / "images", image)
-    with CachedDataset(images, check=0) as cached:
-        check(images, cached, 8, Source(103, own, image))
-        check(images, cached, 8, Source(103, own, image), collate_fn=as_they_are)
-    assert set(sent) == {120_000}
-    pairs = Source(61, folder / "pairs", pair)
-    with CachedDataset(pairs, check=0) as cached:
-        check(pairs, cached, 4, Source(61, own, pair))
-    with CachedDataset(pairs, transform=darker, check=0) as cached:
-        check(pairs, cached, 4, [darker(pair(i)) for i in range(61)])
-    assert set(sent) == {120_000, 128_000}
-    mixed = Source(61, folder / "mixed", some_are_small)
-    with CachedDataset(mixed, check=0) as cached:
-        check(mixed, cached, 4, Source(61, own, some_are_small), collate_fn=as_they_are)
-
-
 def part(folder: Path) -> None:
     source = Source(90, folder / "source")
     with CachedDataset(source, check=0) as cached:
@@ -172,9 +133,7 @@ def whole(folder: Path) -> None:
 def main() -> None:
     scenario, folder, rendezvous = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=RANK, world_size=WORLD)
-    {"epochs": epochs, "part": part, "error": error, "death": death, "cut": cut, "whole": whole, "large": large}[
-        scenario
-    ](folder)
+    {"epochs": epochs, "part": part, "error": error, "death": death, "cut": cut, "whole": whole}[scenario](folder)
     dist.destroy_process_group()
 
 

@@ -78,13 +78,6 @@ def test_the_exchange_gives_what_a_distributed_sampler_draws(tmp_path: Path) -> 
         assert Source(length, tmp_path / name).reads() == Counter(range(length))
 
 
-def test_large_values_are_sent_each_by_itself(tmp_path: Path) -> None:
-    """From the map into the batch, or into samples; also beside values and samples that are not."""
-    run("large", tmp_path)
-    for name, length in (("images", 103), ("pairs", 61), ("mixed", 61)):
-        assert Source(length, tmp_path / name).reads() == Counter(range(length))
-
-
 def test_each_node_fills_its_part_ahead(tmp_path: Path) -> None:
     run("part", tmp_path)
     assert Source(90, tmp_path / "source").reads() == Counter(range(90))

@@ -151,11 +151,32 @@ def _part(reader: Reader, rows: Rows, part: Part, shared: bool) -> Gathered | Un
     first, last, schema = part
     if schema is None and _gathers(rows.table.schema.columns[first]):
         return Gathered(reader.gather(rows, first, shared=shared))
+    if schema is None and _is_turned(rows.table.schema.columns[first]):
+        return Uncollated(_turned(reader.gather(rows, first), rows.table.schema.columns[first]))
     found = []
     for row in rows.rows.tolist():
         values = [reader.value(rows.table, c, row, True) for c in range(first, last)]
         found.append(values[0] if schema is None else schema.rebuild(values))
     return Uncollated(found)
+
+
+def _is_turned(column: Column) -> bool:
+    """Whether its values are tensors whose dimensions lie in another order in memory, as ``PILToTensor`` makes them."""
+    return bool(
+        column.kind == "tensor" and column.shape and column.order and not column.requires_grad and column.stride
+    )
+
+
+def _turned(gathered: torch.Tensor, column: Column) -> list[Any]:
+    """The values of a gathered column, as views with the strides of the source's: PyTorch stacks them as it does those.
+
+    Args:
+        gathered: their bytes as they are stored, in a tensor of the shape that the values have.
+        column: the column.
+    """
+    assert column.shape is not None
+    stored = gathered.view(-1, *[column.shape[d] for d in column.order])
+    return list(stored.permute(0, *(1 + np.argsort(column.order)).tolist()).unbind(0))
 
 
 def stacked_batch(samples: Flat) -> list[Any] | None:

@@ -2,8 +2,7 @@
 
 Every rank knows from the seed which samples every rank needs at every step; that is what makes ``DistributedSampler``
 work. So nobody asks for anything: at each step a rank gathers from its own node's cache what that node keeps of
-everybody's batch, and two collective calls (lengths, then bytes) deliver it; large values follow, each by itself.
-docs/nodes.md has the picture.
+everybody's batch, and two collective calls (lengths, then bytes) deliver it. docs/nodes.md has the picture.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torchcache import collate, memory
 from torchcache.dataset import CachedDataset
 from torchcache.flatten import Flat, Uniform, flatten_many
-from torchcache.messages import MOST_APART, Apart, Later, Message, Received, pack, set_rows, unpack
+from torchcache.messages import Later, Message, Received, pack, set_rows, unpack
 from torchcache.places import Rows
 from torchcache.reader import Reader
 from torchcache.schema import Schema
 from torchcache.topology import Topology, find_topology, owners_of
 
 _LARGE_ROW_BYTES = 16 << 10  # from here on, a call for each row costs less than copying it twice
-_APART_BYTES = 96 << 10  # and a message for each row less than copying it into one, and out of it
 
 
 class ExchangeLoader:
@@ -158,7 +156,6 @@ class ExchangeLoader:
         failure: BaseException | None = None
         messages: list[Message] = []
         own: list[_Cached | Received] = []
-        sends: list[Any] = []
         try:
             found = self._read(wanted[requesters, numbers])
             ends = itertools.accumulate(torch.bincount(requesters, minlength=len(wanted)).tolist())
@@ -172,13 +169,7 @@ class ExchangeLoader:
             failure = error
             reason = f"{type(error).__name__}: {error}".encode()[:1000]
             sizes = self._write([Message([reason], len(reason))] * len(wanted))
-        received = self._exchange(sizes, failure)
-        for other, message in enumerate(messages):
-            sends += [dist.isend(value, other, self._group, tag) for tag, value in enumerate(message.apart)]
-        batch = self._collated(wanted.shape[1], own, received)
-        for send in sends:
-            send.wait()
-        return batch
+        return self._collated(wanted.shape[1], [*own, *self._exchange(sizes, failure)])
 
     def _read(self, indices: torch.Tensor) -> list[_Cached] | list[_Read]:
         """Some samples, numbered as they come: from the cache, or through it from the source."""
@@ -205,7 +196,7 @@ class ExchangeLoader:
             message.write_to(part)
         return sizes
 
-    def _exchange(self, sizes: list[int], failure: BaseException | None) -> list[tuple[int, Received]]:
+    def _exchange(self, sizes: list[int], failure: BaseException | None) -> list[Received]:
         """Sends each rank its message, and returns what the others have sent us: views that the next step overwrites.
 
         Args:
@@ -229,22 +220,15 @@ class ExchangeLoader:
         for other in torch.nonzero(lengths < 0)[:, 0].tolist():
             reason = parts[other].numpy().tobytes()
             raise RuntimeError(f"rank {other} could not read a sample of this step: {reason.decode(errors='replace')}")
-        return [(other, group) for other, part in enumerate(parts) for group in unpack(part.numpy())]
+        return [received for part in parts for received in unpack(part.numpy())]
 
-    def _receive(self, other: int, expected: list[tuple[torch.Tensor, int]]) -> list[Any]:
-        return [dist.irecv(out, other, self._group, tag) for out, tag in expected]
-
-    def _collated(self, count: int, own: Sequence[_Cached | Received], received: Sequence[tuple[int, Received]]) -> Any:
-        """Our batch of what we have, and what all other ranks have sent us."""
+    def _collated(self, count: int, groups: Sequence[_Cached | Received]) -> Any:
+        """Our batch of what all ranks, we among them, have sent us."""
         transform = self.dataset.transform
-        batch = (
-            self._stacked(count, own, received) if transform is None and self.collate_fn is default_collate else None
-        )
+        batch = _stacked(count, groups) if transform is None and self.collate_fn is default_collate else None
         if batch is None:
-            for work in [work for other, group in received for work in self._receive(other, group.expected_here())]:
-                work.wait()
             samples: list[Any] = [None] * count
-            for group in [*own, *(group for _, group in received)]:
+            for group in groups:
                 for number, sample in zip(group.numbers.tolist(), group.samples(), strict=True):
                     samples[number] = sample if transform is None else transform(sample)
             batch = self.collate_fn(samples)
@@ -253,29 +237,6 @@ class ExchangeLoader:
         if self.pin_memory and torch.cuda.is_available():
             batch = pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch
-
-    def _stacked(self, count: int, own: Sequence[_Cached | Received], received: Sequence[tuple[int, Received]]) -> Any:
-        """The batch that ``default_collate`` would make, where whole columns can be put together; else ``None``."""
-        groups = [*own, *(group for _, group in received)]
-        schema = groups[0].schema
-        make = collate.shortcut(schema)
-        if make is None or any(group.schema != schema for group in groups):
-            return None
-        columns, works = [], []
-        for c, column in enumerate(schema.columns):
-            assert column.shape is not None  # the shortcut is for such columns alone
-            assert column.torch_dtype is not None
-            out = memory.empty((count, column.stride), torch.uint8)
-            for other, sent in received:
-                if c in sent.tags:
-                    works += self._receive(other, sent.expected(c, out))
-            for group in groups if column.stride else ():
-                if not (isinstance(group, Received) and c in group.tags):
-                    group.copy_rows(c, out)
-            columns.append(out.view(column.torch_dtype).view(count, *column.shape))
-        for work in works:
-            work.wait()
-        return make(columns)
 
 
 class _Ahead:
@@ -375,12 +336,7 @@ class _Cached:
     def flat(self) -> Flat:
         count = len(self.numbers)
         columns: list[Any] = [
-            Uniform(
-                column.shape or (),
-                Apart(self.reader.row_views(self.places, c))
-                if column.stride >= _APART_BYTES and c < MOST_APART
-                else Later(count * column.stride, functools.partial(self._write, c)),
-            )
+            Uniform(column.shape or (), Later(count * column.stride, functools.partial(self._write, c)))
             for c, column in enumerate(self.schema.columns)
         ]
         return Flat(self.schema.spec, self.numbers.tolist(), columns)
@@ -430,6 +386,23 @@ class _Read:
 def _at_least(nbytes: int, buffer: torch.Tensor) -> torch.Tensor:
     """A buffer of this size: the same one as long as it is large enough, since new memory costs a fault a page."""
     return buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _stacked(count: int, groups: Sequence[_Cached | Received]) -> Any:
+    """The batch that ``default_collate`` would make, where whole columns can be put together; else ``None``."""
+    schema = groups[0].schema
+    make = collate.shortcut(schema)
+    if make is None or any(group.schema != schema for group in groups):
+        return None
+    columns = []
+    for c, column in enumerate(schema.columns):
+        assert column.shape is not None  # the shortcut is for such columns alone
+        assert column.torch_dtype is not None
+        out = memory.empty((count, column.stride), torch.uint8)
+        for group in groups if column.stride else ():
+            group.copy_rows(c, out)
+        columns.append(out.view(column.torch_dtype).view(count, *column.shape))
+    return make(columns)
 
 
 def _servers(topology: Topology) -> torch.Tensor:

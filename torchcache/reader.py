@@ -234,20 +234,6 @@ class Reader:
             self._announce(offsets.numpy() * column.unit, column.stride)
         return self._gather_at(column, dtype, offsets, out)
 
-    def row_views(self, rows: Rows, c: int) -> list[torch.Tensor]:
-        """The bytes of one fixed column of samples, each where it lies in the map.
-
-        Raises:
-            CorruptStoreError: if one lies outside the file.
-        """
-        column = rows.table.schema.columns[c]
-        offsets = take(rows.table.columns[c], rows.rows).tolist()
-        if min(offsets) < 0:
-            raise CorruptStoreError(f"{self._path}: a sample lies before the file's beginning")
-        self._mapped(max(offsets) * column.unit + column.stride)
-        window = self._window(column)
-        return [window[offset].reshape(-1).view(torch.uint8) for offset in offsets]
-
     def only_table(self) -> Table | None:
         """The table of all samples, in their order, if the store is sealed and has but one schema."""
         return self._places.only
