@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from torchcache import CachedDataset, owner
+
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 
 
@@ -66,6 +68,16 @@ class Source(Dataset[Any]):
 
     def __fingerprint__(self) -> Any:
         return (self.length, str(self.log), self.make)
+
+
+def other_owner(cached: CachedDataset, indices: list[int]) -> owner.Owner:
+    """Another owner of the store that is open, with claims."""
+    cache = cached._connection._cache
+    assert cache is not None
+    other = owner.Owner(cached.path / "owners")
+    cache.store.join(other)
+    assert cache.store.claim(other, 0, lambda entries: indices).granted == indices
+    return other
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Source, assert_same, image_and_label
+from helpers import Source, assert_same, image_and_label, other_owner
 
 from torchcache import CachedDataset, catalog, owner
 from torchcache.store import Store, destroy_if_empty
@@ -23,16 +23,6 @@ LENGTH = 200
 FORK = multiprocessing.get_context("fork")
 GO_ON, FAIL = b"g", b"f"
 NEVER_S = 1e6  # nobody waits so long: a test that did would not end
-
-
-def other_owner(cached: CachedDataset, indices: list[int]) -> owner.Owner:
-    """Another owner of the store that is open, with claims."""
-    cache = cached._connection._cache
-    assert cache is not None
-    other = owner.Owner(cached.path / "owners")
-    cache.store.join(other)
-    assert cache.store.claim(other, 0, lambda entries: indices).granted == indices
-    return other
 
 
 def file_of(cached: CachedDataset, other: owner.Owner) -> Path:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Source, assert_same, image_and_label
+from helpers import Source, assert_same, image_and_label, other_owner
 from torch.utils.data import DataLoader
 
-from torchcache import CachedDataset, fill, owner
+from torchcache import CachedDataset, fill
 from torchcache.flatten import flatten_many
 
 LENGTH = 200
@@ -219,22 +219,12 @@ def test_killed_and_restarted(cache_dir: Path, tmp_path: Path, num_workers: int)
     assert list((cached.path / "owners").iterdir()) == []
 
 
-def claimed_by_another(cached: CachedDataset, indices: list[int]) -> owner.Owner:
-    """Another owner in this process."""
-    cache = cached._connection._cache
-    assert cache is not None
-    other = owner.Owner(cached.path / "owners")
-    cache.store.join(other)
-    assert cache.store.claim(other, 0, lambda entries: indices).granted == indices
-    return other
-
-
 def test_claims_of_a_dead_owner_are_taken_over(cache_dir: Path, source: Source) -> None:
     cached = CachedDataset(source)
     cached[0]
     cached.close()
     cached[1]
-    dead = claimed_by_another(cached, [5, 6])
+    dead = other_owner(cached, [5, 6])
     dead.forget()  # its lock is released, and its file stays
     assert_same(cached[5], image_and_label(5))
     check_epoch(cached)
@@ -245,7 +235,7 @@ def test_a_stopped_owner_is_overtaken(cache_dir: Path, source: Source) -> None:
     """As if it were stopped by SIGSTOP: its lock is held, and it publishes nothing."""
     cached = CachedDataset(source, claim_timeout_s=0.2)
     cached[0]
-    stopped = claimed_by_another(cached, [5, 6])
+    stopped = other_owner(cached, [5, 6])
     started = time.monotonic()
     assert_same(cached[5], image_and_label(5))
     assert time.monotonic() - started >= 0.2

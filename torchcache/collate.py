@@ -175,8 +175,8 @@ def _turned(gathered: torch.Tensor, column: Column) -> list[Any]:
         column: the column.
     """
     assert column.shape is not None
-    stored = gathered.view(-1, *[column.shape[d] for d in column.order])
-    return list(stored.permute(0, *(1 + np.argsort(column.order)).tolist()).unbind(0))
+    stored = gathered.view(-1, *column.stored_shape(column.shape))
+    return list(stored.permute(0, *[1 + axis for axis in column.axes]).unbind(0))
 
 
 def stacked_batch(samples: Flat) -> list[Any] | None:

@@ -122,20 +122,26 @@ class Column:
         array = self._stored(buffer, offset, shape)
         if copy:
             array = array.copy()
-        return array.transpose(np.argsort(self.order)) if self.order else array
+        return array.transpose(self.axes) if self.order else array
 
     def _stored(self, buffer: Any, offset: int, shape: Dims) -> np.ndarray[Any, Any]:
         """A view with the dimensions in their order in memory."""
-        memory_shape = tuple([shape[d] for d in self.order]) if self.order else shape
-        array: np.ndarray[Any, Any] = np.ndarray(memory_shape, self.numpy_dtype or np.uint8, buffer, offset)
+        array: np.ndarray[Any, Any] = np.ndarray(self.stored_shape(shape), self.numpy_dtype or np.uint8, buffer, offset)
         return array
+
+    def stored_shape(self, shape: Dims) -> Dims:
+        """The shape of a value with its dimensions in their order in memory."""
+        return tuple([shape[d] for d in self.order]) if self.order else shape
+
+    @property
+    def axes(self) -> Dims:
+        """Which of the dimensions in memory each dimension of a value is, where there is an ``order``."""
+        return tuple(np.argsort(self.order).tolist())
 
     def _decode_tensor(self, buffer: Any, offset: int, shape: Dims, copy: bool) -> torch.Tensor:
         if self.numpy_dtype is not None:
             stored = self._stored(buffer, offset, shape)
             tensor = memory.copied(stored) if copy else torch.from_numpy(stored)
-            if self.order:
-                tensor = tensor.permute(tuple(np.argsort(self.order)))
         else:
             nbytes = self.nbytes(shape)
             if nbytes == 0:  # NumPy's empty arrays have strides that torch does not reinterpret
@@ -143,10 +149,9 @@ class Column:
             array: np.ndarray[Any, Any] = np.ndarray((nbytes,), np.uint8, buffer, offset)
             assert self.torch_dtype is not None
             flat = (memory.copied(array) if copy else torch.from_numpy(array)).view(self.torch_dtype)
-            if self.order:
-                tensor = flat.view([shape[d] for d in self.order]).permute(tuple(np.argsort(self.order)))
-            else:
-                tensor = flat.view(shape)
+            tensor = flat.view(self.stored_shape(shape))
+        if self.order:
+            tensor = tensor.permute(self.axes)
         return tensor.requires_grad_() if self.requires_grad else tensor
 
 

@@ -108,7 +108,7 @@ class Connection:
         self._dataset = dataset
         self._settings = settings
         self._guard = RandomnessGuard(settings.on_random)
-        self._record = provenance.to_record(parts)
+        self._parts = provenance.to_record(parts)
         self._watch = Watch(dataset, parts is not None)
         self._duty = Duty(settings.check if settings.on_random == "error" else 0)  # else samples may differ
         self._cache: Cache | None = None
@@ -239,13 +239,13 @@ class Connection:
                 )
             return opened
         try:
-            return Store.create(self.path, self._identity, self._record)
+            return Store.create(self.path, self._identity, self._parts)
         except StoreMismatchError:
             if replace(Store.open(self.path).identity, length=self._identity.length) != self._identity:
                 raise
         # Not the same store, grown: the samples may have moved to other indices.
         self.path = self.path.with_name(f"{self.path.name}-{self._identity.length}")
-        return Store.create(self.path, self._identity, self._record)
+        return Store.create(self.path, self._identity, self._parts)
 
     def _compare(self, count: int, cache: Cache) -> None:
         length = min(len(self._dataset), cache.store.identity.length)

@@ -183,7 +183,7 @@ class _Other:
     def __init__(self, path: str, keeps: bool) -> None:
         self._path = path
         self._fd: int | None = None
-        if keeps and len(_kept) < min(MOST_DESCRIPTORS, DESCRIPTORS_SHARE * _limit(resource.RLIMIT_NOFILE)):
+        if keeps and len(_kept) < min(MOST_DESCRIPTORS, DESCRIPTORS_SHARE * _descriptors()):
             with contextlib.suppress(OSError):
                 self._fd = os.open(path, _LOOK)
                 _kept.add(self._fd)
@@ -208,8 +208,9 @@ def _close_kept(fd: int) -> None:
     os.close(fd)
 
 
-def _limit(which: int) -> float:
-    soft, _ = resource.getrlimit(which)
+def _descriptors() -> float:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 

@@ -47,12 +47,15 @@ class Usage:
     """What the file says.
 
     Attributes:
-        total: samples served from the store.
-        days: the same by day, as days since 1970-01-01 (UTC), in ascending order; ``EARLIER`` for all older ones.
+        days: samples served from the store, by day since 1970-01-01 (UTC), in ascending order; ``EARLIER`` for all
+            older ones.
     """
 
-    total: int
     days: dict[int, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.days.values())
 
 
 def read(path: Path) -> Usage:
@@ -65,7 +68,7 @@ def read(path: Path) -> Usage:
             os.close(descriptor)
     except OSError:
         days = {}
-    return Usage(sum(days.values()), days)
+    return Usage(days)
 
 
 def record(served: Served, path: Path) -> None:
