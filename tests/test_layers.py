@@ -18,7 +18,7 @@ from torchcache import errors
 
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
-    {"_version", "errors", "packages", "pagecache", "progress", "serial"},
+    {"_version", "errors", "memory", "packages", "pagecache", "progress", "serial"},
     {"bytecode", "leaves", "provenance", "readahead", "registry", "retry"},
     {"column", "objects"},
     {"digest", "encode", "evidence", "topology"},
@@ -36,7 +36,8 @@ LAYERS = [
     {"fill", "ahead", "check"},
     {"collate", "connection", "contents"},
     {"catalog", "dataset"},
-    {"exchange", "loader", "scalars"},
+    {"delivery", "loader", "scalars"},
+    {"exchange"},
     {"distributed"},
     {"__init__"},
     {"doctor", "factory"},
@@ -115,4 +116,4 @@ def test_only_several_nodes_need_a_network() -> None:
     """The cache of one node calls no collective and opens no port."""
     words = re.compile(r"torch\.distributed|^import socket|^from socket|http\.server", re.MULTILINE)
     users = {path.stem for path in PACKAGE.glob("*.py") if words.search(path.read_text())}
-    assert users <= {"__init__", "distributed", "exchange", "messages", "partitioned", "topology"}
+    assert users <= {"__init__", "delivery", "distributed", "exchange", "messages", "partitioned", "topology"}

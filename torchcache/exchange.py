@@ -2,15 +2,13 @@
 
 Every rank knows from the seed which samples every rank needs at every step; that is what makes ``DistributedSampler``
 work. So nobody asks for anything: at each step a rank gathers from its own node's cache what that node keeps of
-everybody's batch, and two collective calls (lengths, then bytes) deliver it. docs/nodes.md has the picture.
+everybody's batch, and a collective call delivers it. docs/nodes.md has the picture.
 """
 
 from __future__ import annotations
 
-import bisect
 import copy
 import datetime
-import functools
 import itertools
 import math
 import queue
@@ -26,14 +24,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchcache import collate
 from torchcache.dataset import CachedDataset
-from torchcache.flatten import Flat, Uniform, flatten_many
-from torchcache.messages import Later, Message, Received, pack, set_rows, unpack
-from torchcache.places import Rows
-from torchcache.reader import Reader
-from torchcache.schema import Schema
+from torchcache.delivery import Delivery
+from torchcache.flatten import flatten_many
+from torchcache.memory import Pool
+from torchcache.messages import Cached, Message, Read, Received, pack
 from torchcache.topology import Topology, find_topology, owners_of
-
-_LARGE_ROW_BYTES = 16 << 10  # from here on, a call for each row costs less than copying it twice
 
 
 class ExchangeLoader:
@@ -104,7 +99,8 @@ class ExchangeLoader:
         parts = self.topology.parts(len(dataset), seed=0)
         self._owner = owners_of(parts, len(dataset))
         self._server = _servers(self.topology)
-        self._sent = self._got = torch.empty(0, dtype=torch.uint8)
+        self._delivery = Delivery(self._group, self.topology.rank)
+        self._pool = Pool(prefetch + 2)  # training has one batch, one is being made
         self._batches = 0  # that this epoch has given
         self._resume_at = 0
 
@@ -116,7 +112,7 @@ class ExchangeLoader:
         self._batches, self._resume_at = self._resume_at, 0
         order = _order_of_all_ranks(self.sampler)
         steps = range(self._batches, len(self))
-        worker = _Ahead(functools.partial(self._batch, order), steps, self.prefetch)
+        worker = _Ahead(self._delivered(order, steps), len(steps), self.prefetch)
         try:
             for batch in worker:
                 self._batches += 1
@@ -141,21 +137,32 @@ class ExchangeLoader:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def _batch(self, order: torch.Tensor, step: int) -> Any:
-        """Serves everybody's batch of one step, and returns ours.
+    def _delivered(self, order: torch.Tensor, steps: range) -> Iterator[Any]:
+        """Serves everybody's batches, and gives ours.
 
         Args:
             order: for each rank its samples of the epoch, of shape ``(ranks, samples)``.
-            step: which batch.
+            steps: which batches.
         """
+        if not steps:
+            return
+        following = self._prepared(order, steps[0])
+        self._delivery.announce(following.sizes)
+        for step in steps:
+            # The next step's samples are looked up before this one's are sent, which announces them.
+            current, following = following, self._prepared(order, step + 1)
+            received = self._delivery.deliver(current.messages, following.sizes, current.failure)
+            yield self._collated(current.count, [*current.own, *received])
+
+    def _prepared(self, order: torch.Tensor, step: int) -> _Step:
+        """What this rank has for everybody's batch of a step; nothing after the last one."""
         wanted = order[:, step * self.batch_size : (step + 1) * self.batch_size]
         rank = self.topology.rank
         # (ranks, batch): who serves each sample of each rank's batch.
         servers = self._server[self._owner[wanted].long(), torch.arange(len(wanted))[:, None]]
         requesters, numbers = torch.nonzero(servers == rank).unbind(1)
-        failure: BaseException | None = None
         messages: list[Message] = []
-        own: list[_Cached | Received] = []
+        own: list[Cached | Received] = []
         try:
             found = self._read(wanted[requesters, numbers])
             ends = itertools.accumulate(torch.bincount(requesters, minlength=len(wanted)).tolist())
@@ -164,14 +171,11 @@ class ExchangeLoader:
                 if requester == rank:  # no need to send these
                     own = [piece.here() for piece in part if len(piece)]
                 messages.append(pack([piece.flat() for piece in part if requester != rank]))
-            sizes = self._write(messages)
-        except BaseException as error:  # raised again when every rank knows
-            failure = error
-            reason = f"{type(error).__name__}: {error}".encode()[:1000]
-            sizes = self._write([Message([reason], len(reason))] * len(wanted))
-        return self._collated(wanted.shape[1], [*own, *self._exchange(sizes, failure)])
+        except BaseException as error:  # raised when every rank knows
+            return _Step(wanted.shape[1], [], [pack([])] * len(wanted), error)
+        return _Step(wanted.shape[1], own, messages)
 
-    def _read(self, indices: torch.Tensor) -> list[_Cached] | list[_Read]:
+    def _read(self, indices: torch.Tensor) -> list[Cached] | list[Read]:
         """Some samples, numbered as they come: from the cache, or through it from the source."""
         if not len(indices):
             return []
@@ -182,48 +186,14 @@ class ExchangeLoader:
             columns = rows.table.schema.columns
             if all(column.shape is not None and column.torch_dtype is not None for column in columns):
                 self._source._served.hits += len(indices)
-                return [_Cached(cache.reader, rows, numbers)]
-        return [_Read(flat) for flat in flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))]
+                return [Cached(cache.reader, rows, numbers)]
+        return [Read(flat) for flat in flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))]
 
-    def _write(self, messages: Sequence[Message]) -> list[int]:
-        """Puts the messages into the buffer that is sent, one after another, and returns their sizes."""
-        sizes = [message.nbytes for message in messages]
-        self._sent = _at_least(sum(sizes), self._sent)
-        parts = self._sent[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
-        for message, part in zip(messages, parts, strict=True):
-            message.write_to(part)
-        return sizes
-
-    def _exchange(self, sizes: list[int], failure: BaseException | None) -> list[Received]:
-        """Sends each rank its message, and returns what the others have sent us: views that the next step overwrites.
-
-        Args:
-            sizes: of the messages in the buffer.
-            failure: why they are reasons, not samples; raised here when every rank knows.
-
-        Raises:
-            RuntimeError: if another rank could not read a sample; then all ranks raise.
-        """
-        # A negative length announces the reason in the place of samples.
-        signed = torch.tensor(sizes) * (1 if failure is None else -1)
-        lengths = torch.empty_like(signed)
-        dist.all_to_all_single(lengths, signed, group=self._group)
-        expected = lengths.abs().tolist()
-        self._got = _at_least(sum(expected), self._got)
-        got = self._got[: sum(expected)]
-        dist.all_to_all_single(got, self._sent[: sum(sizes)], expected, sizes, group=self._group)
-        if failure is not None:
-            raise failure
-        parts = got.split(expected)  # type: ignore[no-untyped-call]
-        for other in torch.nonzero(lengths < 0)[:, 0].tolist():
-            reason = parts[other].numpy().tobytes()
-            raise RuntimeError(f"rank {other} could not read a sample of this step: {reason.decode(errors='replace')}")
-        return [received for part in parts for received in unpack(part.numpy())]
-
-    def _collated(self, count: int, groups: Sequence[_Cached | Received]) -> Any:
+    def _collated(self, count: int, groups: Sequence[Cached | Received]) -> Any:
         """Our batch of what all ranks, we among them, have sent us."""
         transform = self.dataset.transform
-        batch = _stacked(count, groups) if transform is None and self.collate_fn is default_collate else None
+        whole = transform is None and self.collate_fn is default_collate
+        batch = _stacked(count, groups, self._pool) if whole else None
         if batch is None:
             samples: list[Any] = [None] * count
             for group in groups:
@@ -244,14 +214,14 @@ class _Ahead:
     break off at the same batch, must have made the same number by then.
 
     Args:
-        make: makes the batch of a step.
-        steps: which steps.
+        batches: gives them.
+        count: how many there are.
         prefetch: how many to make ahead.
     """
 
-    def __init__(self, make: Callable[[int], Any], steps: range, prefetch: int) -> None:
-        self._make = make
-        self._steps = steps
+    def __init__(self, batches: Iterator[Any], count: int, prefetch: int) -> None:
+        self._batches = batches
+        self._count = count
         self._allowed = prefetch
         self._stopped = False
         self._changed = threading.Condition()
@@ -260,19 +230,19 @@ class _Ahead:
         self._thread.start()
 
     def _run(self) -> None:
-        for number, step in enumerate(self._steps):
+        for number in range(self._count):
             with self._changed:
                 self._changed.wait_for(lambda: number < self._allowed or self._stopped)  # noqa: B023
                 if number >= self._allowed:
                     return
             try:
-                self._done.put((self._make(step), None))
+                self._done.put((next(self._batches), None))
             except BaseException as error:  # for who iterates
                 self._done.put((None, error))
                 return
 
     def __iter__(self) -> Iterator[Any]:
-        for _ in self._steps:
+        for _ in range(self._count):
             batch, error = self._done.get()
             if error is not None:
                 raise error
@@ -310,83 +280,34 @@ def fill_part(
     dataset.fill(num_workers, progress, indices=topology.part(len(dataset), seed=0).tolist())
 
 
-@dataclass(frozen=True)
-class _Cached:
-    """Samples in the cache, with what their receiver knows them by; stands where ``Received`` ones do, too."""
-
-    reader: Reader
-    places: Rows
-    numbers: torch.Tensor
-
-    @property
-    def schema(self) -> Schema:
-        return self.places.table.schema
-
-    def part(self, first: int, last: int, numbers: torch.Tensor) -> _Cached:
-        return _Cached(self.reader, self.places._replace(rows=self.places.rows[first:last]), numbers[first:last])
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def here(self) -> _Cached:
-        return self
-
-    def flat(self) -> Flat:
-        count = len(self.numbers)
-        columns: list[Any] = [
-            Uniform(column.shape or (), Later(count * column.stride, functools.partial(self._write, c)))
-            for c, column in enumerate(self.schema.columns)
-        ]
-        return Flat(self.schema.spec, self.numbers.tolist(), columns)
-
-    def _write(self, c: int, out: torch.Tensor) -> None:
-        self.reader.gather(self.places, c, out=out)
-
-    def copy_rows(self, c: int, out: torch.Tensor) -> None:
-        """Copies a column to the rows ``numbers`` of ``out``, which is of bytes."""
-        if self.schema.columns[c].stride >= _LARGE_ROW_BYTES:
-            for row, number in zip(self.places.rows.split(1), self.numbers.tolist(), strict=True):  # type: ignore[no-untyped-call]
-                self.reader.gather(self.places._replace(rows=row), c, out=out[number])
-        else:
-            column = self.reader.gather(self.places, c)
-            set_rows(out, self.numbers, column.reshape(len(column), -1).view(torch.uint8))
-
-    def samples(self) -> list[Any]:
-        table, rows = self.places
-        return [self.schema.rebuild(self.reader.row_values(table, row, True)) for row in rows.tolist()]
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Samples that were read from the source, or are not all alike."""
-
-    samples_of: Flat
-
-    def part(self, first: int, last: int, numbers: torch.Tensor) -> _Read:
-        samples = self.samples_of
-        rows = slice(bisect.bisect_left(samples.indices, first), bisect.bisect_left(samples.indices, last))
-        columns = [Uniform(c.dims, c.data[rows]) if isinstance(c, Uniform) else c[rows] for c in samples.columns]
-        return _Read(Flat(samples.spec, numbers[samples.indices[rows]].tolist(), columns))
-
-    def __len__(self) -> int:
-        return len(self.samples_of.indices)
-
-    def here(self) -> Received:
-        message = pack([self.samples_of])
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
-        message.write_to(data)
-        return unpack(data.numpy())[0]
-
-    def flat(self) -> Flat:
-        return self.samples_of
-
-
 def _at_least(nbytes: int, buffer: torch.Tensor) -> torch.Tensor:
     """A buffer of this size: the same one as long as it is large enough, since new memory costs a fault a page."""
     return buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _stacked(count: int, groups: Sequence[_Cached | Received]) -> Any:
+@dataclass(frozen=True)
+class _Step:
+    """What this rank has for a step.
+
+    Attributes:
+        count: samples in its own batch.
+        own: those of them that it serves itself.
+        messages: the others', one for each rank.
+        failure: why there is nothing of that.
+    """
+
+    count: int
+    own: list[Cached | Received]
+    messages: list[Message]
+    failure: BaseException | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the messages, in bytes."""
+        return [message.nbytes for message in self.messages]
+
+
+def _stacked(count: int, groups: Sequence[Cached | Received], pool: Pool) -> Any:
     """The batch that ``default_collate`` would make, where whole columns can be put together; else ``None``."""
     schema = groups[0].schema
     make = collate.shortcut(schema)
@@ -396,7 +317,7 @@ def _stacked(count: int, groups: Sequence[_Cached | Received]) -> Any:
     for c, column in enumerate(schema.columns):
         assert column.shape is not None  # the shortcut is for such columns alone
         assert column.torch_dtype is not None
-        out = torch.empty((count, column.stride), dtype=torch.uint8)
+        out = pool.empty(count * column.stride).view(count, column.stride)
         for group in groups if column.stride else ():
             group.copy_rows(c, out)
         columns.append(out.view(column.torch_dtype).view(count, *column.shape))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +15,11 @@ import torch
 
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, column_starts, lay_out
 from torchcache.flatten import Flat, Uniform
+from torchcache.places import Rows
+from torchcache.reader import Reader
 from torchcache.schema import Schema
 
+LARGE_ROW_BYTES = 16 << 10  # from here on, copying rows one by one costs less than copying them twice
 _GROUP = struct.Struct("<QQQ")  # bytes of the schema, number of samples, bytes of the body
 
 
@@ -123,6 +128,80 @@ class Received:
             first, *dims = struct.unpack_from(f"<{1 + column.ndim}q", self._data.data, offset)
             offset, shape = offset + first, tuple(dims)
         return column.decode(self._data, offset, shape, True)
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Samples in the cache, with what their receiver knows them by; stands where ``Received`` ones do, too."""
+
+    reader: Reader
+    places: Rows
+    numbers: torch.Tensor
+
+    @property
+    def schema(self) -> Schema:
+        return self.places.table.schema
+
+    def part(self, first: int, last: int, numbers: torch.Tensor) -> Cached:
+        return Cached(self.reader, self.places._replace(rows=self.places.rows[first:last]), numbers[first:last])
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def here(self) -> Cached:
+        return self
+
+    def flat(self) -> Flat:
+        count = len(self.numbers)
+        columns: list[Any] = [
+            Uniform(column.shape or (), Later(count * column.stride, functools.partial(self._write, c)))
+            for c, column in enumerate(self.schema.columns)
+        ]
+        return Flat(self.schema.spec, self.numbers.tolist(), columns)
+
+    def _write(self, c: int, out: torch.Tensor) -> None:
+        self.reader.gather(self.places, c, out=out)
+
+    def copy_rows(self, c: int, out: torch.Tensor) -> None:
+        """Copies a column to the rows ``numbers`` of ``out``, which is of bytes."""
+        if self.schema.columns[c].stride >= LARGE_ROW_BYTES and c not in self.places.table.dense:
+            self.reader.scatter(self.places, c, out, self.numbers.tolist())
+        else:
+            column = self.reader.gather(self.places, c)
+            set_rows(out, self.numbers, column.reshape(len(column), -1).view(torch.uint8))
+
+    def samples(self) -> list[Any]:
+        table, rows = self.places
+        return [self.schema.rebuild(self.reader.row_values(table, row, True)) for row in rows.tolist()]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Samples to be sent that were read from the source, or are not all alike.
+
+    Attributes:
+        samples_of: taken apart; their ``indices`` count them as they were asked for.
+    """
+
+    samples_of: Flat
+
+    def part(self, first: int, last: int, numbers: torch.Tensor) -> Read:
+        samples = self.samples_of
+        rows = slice(bisect.bisect_left(samples.indices, first), bisect.bisect_left(samples.indices, last))
+        columns = [Uniform(c.dims, c.data[rows]) if isinstance(c, Uniform) else c[rows] for c in samples.columns]
+        return Read(Flat(samples.spec, numbers[samples.indices[rows]].tolist(), columns))
+
+    def __len__(self) -> int:
+        return len(self.samples_of.indices)
+
+    def here(self) -> Received:
+        message = pack([self.samples_of])
+        data = torch.empty(message.nbytes, dtype=torch.uint8)
+        message.write_to(data)
+        return unpack(data.numpy())[0]
+
+    def flat(self) -> Flat:
+        return self.samples_of
 
 
 def set_rows(out: torch.Tensor, numbers: torch.Tensor, rows: torch.Tensor) -> None:
