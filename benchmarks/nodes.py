@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from torchcache import CachedDataset
 from torchcache.distributed import ExchangeLoader
-from torchcache.exchange import _order_of_all_ranks, _servers
+from torchcache.plan import order_of_all_ranks, servers_of
 from torchcache.topology import Topology, owners_of
 
 NODES = (2, 4, 8, 16, 64, 256, 1024)
@@ -57,9 +57,9 @@ def simulate(args: argparse.Namespace, nodes: int) -> dict[str, float]:
     world = nodes * args.ranks_per_node
     topology = Topology(0, tuple([rank // args.ranks_per_node for rank in range(world)]))
     owners = owners_of(topology.parts(args.samples, seed=0), args.samples)
-    order = _order_of_all_ranks(DistributedSampler(range(args.samples), world, 0, seed=args.seed))
+    order = order_of_all_ranks(DistributedSampler(range(args.samples), world, 0, seed=args.seed))
     wanted = order[:, : STEPS * args.batch_size]
-    servers = _servers(topology)[owners[wanted].long(), torch.arange(world)[:, None]]
+    servers = servers_of(topology)[owners[wanted].long(), torch.arange(world)[:, None]]
     node_of_rank = torch.tensor(topology.node_of_rank)
     foreign = node_of_rank[servers] != node_of_rank[:, None]
     first = foreign[: args.ranks_per_node].sum().item() / (wanted.shape[1] / args.batch_size)

@@ -17,9 +17,9 @@ from helpers import Source
 from torch.utils.data import DistributedSampler
 
 from torchcache.distributed import ExchangeLoader, PartitionedSampler, find_topology
-from torchcache.exchange import _order_of_all_ranks
 from torchcache.flatten import flatten_many
-from torchcache.messages import pack, unpack
+from torchcache.messages import Read, pack, unpack
+from torchcache.plan import order_of_all_ranks
 from torchcache.topology import Topology, owners_of
 
 HERE = Path(__file__).parent
@@ -151,7 +151,7 @@ def test_what_other_ranks_draw_is_known(length: int, replicas: int, shuffle: boo
             sampler.set_epoch(epoch)
         drawn = [list(sampler) for sampler in samplers]
         for sampler in samplers:
-            assert _order_of_all_ranks(sampler).tolist() == drawn
+            assert order_of_all_ranks(sampler).tolist() == drawn
 
 
 class Backwards(DistributedSampler[Any]):
@@ -161,7 +161,7 @@ class Backwards(DistributedSampler[Any]):
 
 def test_what_other_ranks_draw_is_known_of_subclasses() -> None:
     samplers = [Backwards(range(10), 2, rank) for rank in range(2)]
-    assert _order_of_all_ranks(samplers[0]).tolist() == [list(sampler) for sampler in samplers]
+    assert order_of_all_ranks(samplers[0]).tolist() == [list(sampler) for sampler in samplers]
 
 
 def samplers(length: int, replicas: int, nodes: int, **kwargs: Any) -> list[PartitionedSampler]:
@@ -243,7 +243,7 @@ def test_nodes_with_different_numbers_of_ranks() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_step_needs_something_of_every_node(seed: int) -> None:
     owners = owners_of(Topology(0, (0, 1)).parts(1000, seed=0), 1000)
-    order = _order_of_all_ranks(DistributedSampler(range(1000), 2, 0, seed=seed))
+    order = order_of_all_ranks(DistributedSampler(range(1000), 2, 0, seed=seed))
     for step in order.split(50, dim=1):
         assert 20 < int(owners[step].sum()) < 80
 
@@ -264,13 +264,13 @@ def test_messages() -> None:
     ]
     samples += [torch.tensor([]), (), 3.5]
     flats = flatten_many(list(range(len(samples))), samples)
-    message = pack(flats)
+    message = pack([Read(flat) for flat in flats])
     assert message.nbytes % 64 == 0
-    data = torch.empty(message.nbytes, dtype=torch.uint8)
+    data = torch.empty(message.nbytes, dtype=torch.uint8).numpy()
     message.write_to(data)
     found = {
         number: sample
-        for group in unpack(data.numpy())
+        for group in unpack(data)
         for number, sample in zip(group.numbers.tolist(), group.samples(), strict=True)
     }
     assert repr([found[i] for i in range(len(samples))]) == repr(samples)

@@ -31,7 +31,7 @@ LAYERS = [
     {"places"},
     {"index", "items"},
     {"reader", "staging"},
-    {"packing", "buffer", "recipe", "report", "messages", "partitioned", "compare", "indices", "watch"},
+    {"packing", "buffer", "recipe", "report", "messages", "partitioned", "plan", "compare", "indices", "watch"},
     {"source"},
     {"fill", "ahead", "check"},
     {"collate", "connection", "contents"},

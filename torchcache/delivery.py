@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -54,10 +56,10 @@ class Delivery:
             BaseException: the failure, when every rank knows of it.
             RuntimeError: if another rank has failed; then all ranks raise.
         """
+        others = [rank for rank in range(len(messages)) if rank != self._rank]
         sizes = self._framed([message.nbytes for message in messages])
         self._sent = _at_least(sum(sizes), self._sent)
-        parts = self._sent[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
-        others = [rank for rank in range(len(sizes)) if rank != self._rank]
+        parts = _split(self._sent, sizes)
         if failure is None:
             try:
                 for rank in others:
@@ -65,21 +67,20 @@ class Delivery:
             except BaseException as error:  # raised again when every rank knows
                 failure = error
         for rank in others:
-            _HEADER.pack_into(parts[rank].numpy().data, 0, following[rank], failure is not None)
+            _HEADER.pack_into(parts[rank].data, 0, following[rank], failure is not None)
 
         expected = self._framed(self._expected)
         self._got = _at_least(sum(expected), self._got)
-        got = self._got[: sum(expected)]
-        dist.all_to_all_single(got, self._sent[: sum(sizes)], expected, sizes, group=self._group)
-        parts = got.split(expected)  # type: ignore[no-untyped-call]
-        self._expected = [0] * len(sizes)
-        failed = [] if failure is None else [self._rank]
+        got, sent = self._got[: sum(expected)], self._sent[: sum(sizes)]
+        dist.all_to_all_single(got, sent, expected, sizes, group=self._group)
+        parts = _split(got, expected)
+        failed = failure is not None
         for rank in others:
-            self._expected[rank], has_failed = _HEADER.unpack_from(parts[rank].numpy().data)
-            failed += [rank] * has_failed
+            self._expected[rank], other_failed = _HEADER.unpack_from(parts[rank].data)
+            failed = failed or bool(other_failed)
         if failed:
             self._raise(failure)
-        return [received for rank in others for received in unpack(parts[rank][_HEADER_BYTES:].numpy())]
+        return [received for rank in others for received in unpack(parts[rank][_HEADER_BYTES:])]
 
     def _framed(self, sizes: Sequence[int]) -> list[int]:
         return [0 if rank == self._rank else _HEADER_BYTES + size for rank, size in enumerate(sizes)]
@@ -97,3 +98,10 @@ class Delivery:
 def _at_least(nbytes: int, buffer: torch.Tensor) -> torch.Tensor:
     """A buffer of this size: the same one as long as it is large enough, since new memory costs a fault a page."""
     return buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _split(buffer: torch.Tensor, sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+    """The parts of a buffer that have these sizes, one after another."""
+    array = buffer.numpy()
+    ends = itertools.accumulate(sizes)
+    return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]

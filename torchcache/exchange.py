@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import itertools
 import math
 import queue
 import threading
@@ -27,8 +26,9 @@ from torchcache.dataset import CachedDataset
 from torchcache.delivery import Delivery
 from torchcache.flatten import flatten_many
 from torchcache.memory import Pool
-from torchcache.messages import Cached, Message, Read, Received, pack
-from torchcache.topology import Topology, find_topology, owners_of
+from torchcache.messages import NOTHING, Cached, Message, Read, Received, pack
+from torchcache.plan import Plan, order_of_all_ranks, servers_of
+from torchcache.topology import find_topology, owners_of
 
 
 class ExchangeLoader:
@@ -98,7 +98,7 @@ class ExchangeLoader:
         self._source.transform = self._source.batch_transform = None
         parts = self.topology.parts(len(dataset), seed=0)
         self._owner = owners_of(parts, len(dataset))
-        self._server = _servers(self.topology)
+        self._servers = servers_of(self.topology)
         self._delivery = Delivery(self._group, self.topology.rank)
         self._pool = Pool(prefetch + 2)  # training has one batch, one is being made
         self._batches = 0  # that this epoch has given
@@ -110,9 +110,10 @@ class ExchangeLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._batches, self._resume_at = self._resume_at, 0
-        order = _order_of_all_ranks(self.sampler)
+        order = order_of_all_ranks(self.sampler)
+        plan = Plan(order, self.batch_size, self._owner, self._servers, self.topology.rank)
         steps = range(self._batches, len(self))
-        worker = _Ahead(self._delivered(order, steps), len(steps), self.prefetch)
+        worker = _Ahead(self._delivered(plan, steps), len(steps), self.prefetch)
         try:
             for batch in worker:
                 self._batches += 1
@@ -137,43 +138,40 @@ class ExchangeLoader:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def _delivered(self, order: torch.Tensor, steps: range) -> Iterator[Any]:
-        """Serves everybody's batches, and gives ours.
-
-        Args:
-            order: for each rank its samples of the epoch, of shape ``(ranks, samples)``.
-            steps: which batches.
-        """
+    def _delivered(self, plan: Plan, steps: range) -> Iterator[Any]:
+        """Serves everybody's batches of these steps, and gives ours."""
         if not steps:
             return
-        following = self._prepared(order, steps[0])
+        following = self._prepared(plan, steps[0])
         self._delivery.announce(following.sizes)
         for step in steps:
             # The next step's samples are looked up before this one's are sent, which announces them.
-            current, following = following, self._prepared(order, step + 1)
+            current = following
+            following = self._prepared(plan, step + 1) if step + 1 in steps else self._nothing()
             received = self._delivery.deliver(current.messages, following.sizes, current.failure)
-            yield self._collated(current.count, [*current.own, *received])
+            yield self._collated(plan.count(step), [*current.own, *received])
 
-    def _prepared(self, order: torch.Tensor, step: int) -> _Step:
-        """What this rank has for everybody's batch of a step; nothing after the last one."""
-        wanted = order[:, step * self.batch_size : (step + 1) * self.batch_size]
-        rank = self.topology.rank
-        # (ranks, batch): who serves each sample of each rank's batch.
-        servers = self._server[self._owner[wanted].long(), torch.arange(len(wanted))[:, None]]
-        requesters, numbers = torch.nonzero(servers == rank).unbind(1)
-        messages: list[Message] = []
-        own: list[Cached | Received] = []
+    def _prepared(self, plan: Plan, step: int) -> _Step:
+        """What this rank has for everybody's batch of a step."""
+        indices, numbers, counts = plan.step(step)
+        prepared = self._nothing()
         try:
-            found = self._read(wanted[requesters, numbers])
-            ends = itertools.accumulate(torch.bincount(requesters, minlength=len(wanted)).tolist())
-            for requester, (first, last) in enumerate(itertools.pairwise([0, *ends])):
-                part = [piece.part(first, last, numbers) for piece in found] if first < last else []
-                if requester == rank:  # no need to send these
-                    own = [piece.here() for piece in part if len(piece)]
-                messages.append(pack([piece.flat() for piece in part if requester != rank]))
+            found = self._read(indices)
+            first = 0
+            for requester, count in enumerate(counts):
+                last = first + count
+                part = [piece.part(first, last, numbers) for piece in found] if count else []
+                if requester == self.topology.rank:  # no need to send these
+                    prepared.own.extend([piece.here() for piece in part if len(piece)])
+                elif part:
+                    prepared.messages[requester] = pack(part)
+                first = last
         except BaseException as error:  # raised when every rank knows
-            return _Step(wanted.shape[1], [], [pack([])] * len(wanted), error)
-        return _Step(wanted.shape[1], own, messages)
+            return self._nothing(error)
+        return prepared
+
+    def _nothing(self, failure: BaseException | None = None) -> _Step:
+        return _Step([], [NOTHING] * self.topology.num_replicas, failure)
 
     def _read(self, indices: torch.Tensor) -> list[Cached] | list[Read]:
         """Some samples, numbered as they come: from the cache, or through it from the source."""
@@ -290,13 +288,11 @@ class _Step:
     """What this rank has for a step.
 
     Attributes:
-        count: samples in its own batch.
-        own: those of them that it serves itself.
+        own: those of its own batch that it serves itself.
         messages: the others', one for each rank.
         failure: why there is nothing of that.
     """
 
-    count: int
     own: list[Cached | Received]
     messages: list[Message]
     failure: BaseException | None = None
@@ -322,33 +318,3 @@ def _stacked(count: int, groups: Sequence[Cached | Received], pool: Pool) -> Any
             group.copy_rows(c, out)
         columns.append(out.view(column.torch_dtype).view(count, *column.shape))
     return make(columns)
-
-
-def _servers(topology: Topology) -> torch.Tensor:
-    """Who serves what: for each node that keeps a sample and each rank that wants it, the rank that sends it.
-
-    One's own, where the node is one's own; else the one of the node that has the same place there, so that every rank
-    has about the same to send.
-    """
-    local = torch.tensor(topology.local_rank_of)
-    table = torch.stack([torch.tensor(ranks)[local % len(ranks)] for ranks in topology.ranks_of])
-    everyone = torch.arange(topology.num_replicas)
-    table[torch.tensor(topology.node_of_rank), everyone] = everyone
-    return table
-
-
-def _order_of_all_ranks(sampler: DistributedSampler[Any]) -> torch.Tensor:
-    """What every rank draws in this epoch, of shape ``(ranks, samples)``."""
-    if type(sampler).__iter__ is not DistributedSampler.__iter__:
-        return torch.stack([torch.tensor(list(_as_rank(sampler, rank))) for rank in range(sampler.num_replicas)])
-    # One list for all, instead of one for each of perhaps a thousand ranks: a sampler of one replica draws them in the
-    # order in which they are dealt out.
-    everyone = _as_rank(sampler, 0)
-    everyone.num_replicas, everyone.num_samples = 1, sampler.total_size
-    return torch.tensor(list(everyone)).view(sampler.num_samples, sampler.num_replicas).T
-
-
-def _as_rank(sampler: DistributedSampler[Any], rank: int) -> DistributedSampler[Any]:
-    other = copy.copy(sampler)
-    other.rank = rank
-    return other
