@@ -19,10 +19,11 @@ _REASON_CHARACTERS = 1000
 
 
 class Delivery:
-    """Brings every rank the messages of all others, step by step. All ranks must call the same methods.
+    """Brings every rank the messages of all others, step by step: ``write``, ``start``, ``finish``.
 
     A receiver must know how much is coming. So that this takes no call of its own, a message is announced by the one
-    before it, and the first by ``announce``.
+    before it, and the first by ``announce``. All ranks must make the same calls; between ``start`` and ``finish`` each
+    may write the next messages.
 
     Args:
         group: the process group; used by nobody else.
@@ -33,7 +34,11 @@ class Delivery:
         self._group = group
         self._rank = rank
         self._expected: list[int] = []  # bytes of the next message from each rank
-        self._sent = self._got = torch.empty(0, dtype=torch.uint8)
+        self._written = self._sent = self._got = torch.empty(0, dtype=torch.uint8)
+        self._sizes: list[int] = []  # of what is written
+        self._failure: BaseException | None = None  # of what is written
+        self._sent_failure: BaseException | None = None
+        self._work: Any = None
 
     def announce(self, sizes: Sequence[int]) -> None:
         """Tells each rank how many bytes the first message to it will have."""
@@ -42,50 +47,64 @@ class Delivery:
         dist.all_to_all_single(theirs, ours, group=self._group)
         self._expected = theirs.tolist()
 
-    def deliver(
-        self, messages: Sequence[Message], following: Sequence[int], failure: BaseException | None
-    ) -> list[Received]:
-        """Sends each rank its message, and returns what the others have sent us: views that the next call overwrites.
+    def write(self, messages: Sequence[Message], failure: BaseException | None) -> None:
+        """Makes the next messages ready.
 
         Args:
             messages: one for each rank, of the sizes that were announced; the one to ourselves is not sent.
-            following: the sizes of those of the next call.
-            failure: why the messages are not what they should be.
-
-        Raises:
-            BaseException: the failure, when every rank knows of it.
-            RuntimeError: if another rank has failed; then all ranks raise.
+            failure: why they are not what they should be.
         """
-        others = [rank for rank in range(len(messages)) if rank != self._rank]
-        sizes = self._framed([message.nbytes for message in messages])
-        self._sent = _at_least(sum(sizes), self._sent)
-        parts = _split(self._sent, sizes)
+        self._sizes = self._framed([message.nbytes for message in messages])
+        self._written = _at_least(sum(self._sizes), self._written)
+        self._failure = failure
         if failure is None:
             try:
-                for rank in others:
-                    messages[rank].write_to(parts[rank][_HEADER_BYTES:])
-            except BaseException as error:  # raised again when every rank knows
-                failure = error
-        for rank in others:
-            _HEADER.pack_into(parts[rank].data, 0, following[rank], failure is not None)
+                for rank, part in self._parts(self._written, self._sizes):
+                    messages[rank].write_to(part[_HEADER_BYTES:])
+            except BaseException as error:  # raised when every rank knows
+                self._failure = error
 
+    def start(self, following: Sequence[int]) -> None:
+        """Sends what is written.
+
+        Args:
+            following: the sizes of the messages of the next step.
+        """
+        for rank, part in self._parts(self._written, self._sizes):
+            _HEADER.pack_into(part.data, 0, following[rank], self._failure is not None)
         expected = self._framed(self._expected)
         self._got = _at_least(sum(expected), self._got)
-        got, sent = self._got[: sum(expected)], self._sent[: sum(sizes)]
-        dist.all_to_all_single(got, sent, expected, sizes, group=self._group)
-        parts = _split(got, expected)
-        failed = failure is not None
-        for rank in others:
-            self._expected[rank], other_failed = _HEADER.unpack_from(parts[rank].data)
+        self._written, self._sent = self._sent, self._written
+        self._sent_failure = self._failure
+        self._work = dist.all_to_all_single(
+            self._got[: sum(expected)],
+            self._sent[: sum(self._sizes)],
+            expected,
+            self._sizes,
+            group=self._group,
+            async_op=True,
+        )
+
+    def finish(self) -> list[Received]:
+        """Waits for what the others have sent us, and returns it: views that the next ``start`` overwrites.
+
+        Raises:
+            BaseException: our own failure, now that every rank knows of it.
+            RuntimeError: if another rank has failed; then all ranks raise.
+        """
+        self._work.wait()
+        failed = self._sent_failure is not None
+        found = []
+        for rank, part in self._parts(self._got, self._framed(self._expected)):
+            self._expected[rank], other_failed = _HEADER.unpack_from(part.data)
             failed = failed or bool(other_failed)
+            found.append(part[_HEADER_BYTES:])
         if failed:
-            self._raise(failure)
-        return [received for rank in others for received in unpack(parts[rank][_HEADER_BYTES:])]
+            self._raise()
+        return [received for part in found for received in unpack(part)]
 
-    def _framed(self, sizes: Sequence[int]) -> list[int]:
-        return [0 if rank == self._rank else _HEADER_BYTES + size for rank, size in enumerate(sizes)]
-
-    def _raise(self, failure: BaseException | None) -> None:
+    def _raise(self) -> None:
+        failure = self._sent_failure
         reason = "" if failure is None else f"{type(failure).__name__}: {failure}"[:_REASON_CHARACTERS]
         reasons = [""] * len(self._expected)
         dist.all_gather_object(reasons, reason, group=self._group)
@@ -94,14 +113,16 @@ class Delivery:
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
         raise RuntimeError(f"rank {rank} could not read a sample of this step: {reason}")
 
+    def _framed(self, sizes: Sequence[int]) -> list[int]:
+        return [0 if rank == self._rank else _HEADER_BYTES + size for rank, size in enumerate(sizes)]
+
+    def _parts(self, buffer: torch.Tensor, sizes: Sequence[int]) -> list[tuple[int, np.ndarray[Any, Any]]]:
+        """For each other rank its part of a buffer."""
+        array = buffer.numpy()
+        parts = enumerate(zip(sizes, itertools.accumulate(sizes), strict=True))
+        return [(rank, array[end - size : end]) for rank, (size, end) in parts if rank != self._rank]
+
 
 def _at_least(nbytes: int, buffer: torch.Tensor) -> torch.Tensor:
     """A buffer of this size: the same one as long as it is large enough, since new memory costs a fault a page."""
     return buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _split(buffer: torch.Tensor, sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """The parts of a buffer that have these sizes, one after another."""
-    array = buffer.numpy()
-    ends = itertools.accumulate(sizes)
-    return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]

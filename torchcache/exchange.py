@@ -28,6 +28,7 @@ from torchcache.flatten import flatten_many
 from torchcache.memory import Pool
 from torchcache.messages import NOTHING, Cached, Message, Read, Received, pack
 from torchcache.plan import Plan, order_of_all_ranks, servers_of
+from torchcache.schema import Schema
 from torchcache.topology import find_topology, owners_of
 
 
@@ -140,16 +141,24 @@ class ExchangeLoader:
 
     def _delivered(self, plan: Plan, steps: range) -> Iterator[Any]:
         """Serves everybody's batches of these steps, and gives ours."""
-        if not steps:
-            return
-        following = self._prepared(plan, steps[0])
-        self._delivery.announce(following.sizes)
+
+        def prepared(step: int) -> _Step:
+            return self._prepared(plan, step) if step in steps else self._nothing()
+
+        current, following = prepared(steps.start), prepared(steps.start + 1)
+        self._delivery.announce(current.sizes)
+        self._delivery.write(current.messages, current.failure)
         for step in steps:
-            # The next step's samples are looked up before this one's are sent, which announces them.
-            current = following
-            following = self._prepared(plan, step + 1) if step + 1 in steps else self._nothing()
-            received = self._delivery.deliver(current.messages, following.sizes, current.failure)
-            yield self._collated(plan.count(step), [*current.own, *received])
+            self._delivery.start(following.sizes)
+            # While it is on its way:
+            stack = self._stack(plan.count(step))
+            stack.add(current.own)
+            after = prepared(step + 2)
+            self._delivery.write(following.messages, following.failure)
+            received = self._delivery.finish()
+            stack.add(received)
+            yield self._collated(plan.count(step), stack, [*current.own, *received])
+            current, following = following, after
 
     def _prepared(self, plan: Plan, step: int) -> _Step:
         """What this rank has for everybody's batch of a step."""
@@ -187,11 +196,14 @@ class ExchangeLoader:
                 return [Cached(cache.reader, rows, numbers)]
         return [Read(flat) for flat in flatten_many(numbers.tolist(), self._source._samples(indices.tolist()))]
 
-    def _collated(self, count: int, groups: Sequence[Cached | Received]) -> Any:
+    def _stack(self, count: int) -> _Stack:
+        whole = self.dataset.transform is None and self.collate_fn is default_collate
+        return _Stack(count, self._pool, whole)
+
+    def _collated(self, count: int, stack: _Stack, groups: Sequence[Cached | Received]) -> Any:
         """Our batch of what all ranks, we among them, have sent us."""
         transform = self.dataset.transform
-        whole = transform is None and self.collate_fn is default_collate
-        batch = _stacked(count, groups, self._pool) if whole else None
+        batch = stack.batch()
         if batch is None:
             samples: list[Any] = [None] * count
             for group in groups:
@@ -303,18 +315,50 @@ class _Step:
         return [message.nbytes for message in self.messages]
 
 
-def _stacked(count: int, groups: Sequence[Cached | Received], pool: Pool) -> Any:
-    """The batch that ``default_collate`` would make, where whole columns can be put together; else ``None``."""
-    schema = groups[0].schema
-    make = collate.shortcut(schema)
-    if make is None or any(group.schema != schema for group in groups):
-        return None
-    columns = []
-    for c, column in enumerate(schema.columns):
-        assert column.shape is not None  # the shortcut is for such columns alone
-        assert column.torch_dtype is not None
-        out = pool.empty(count * column.stride).view(count, column.stride)
-        for group in groups if column.stride else ():
-            group.copy_rows(c, out)
-        columns.append(out.view(column.torch_dtype).view(count, *column.shape))
-    return make(columns)
+class _Stack:
+    """The batch that ``default_collate`` would make, put together as its samples come.
+
+    Args:
+        count: samples of the batch.
+        pool: where its memory comes from.
+        whole: whether it is wanted at all.
+    """
+
+    def __init__(self, count: int, pool: Pool, whole: bool) -> None:
+        self._count = count
+        self._pool = pool
+        self._whole = whole  # and whether it can be made of whole columns
+        self._schema: Schema | None = None
+        self._columns: list[torch.Tensor] = []
+
+    def add(self, groups: Sequence[Cached | Received]) -> None:
+        """Copies samples to their places."""
+        for group in groups if self._whole else ():
+            if self._schema is None:
+                self._begin(group.schema)
+            if not self._whole or group.schema != self._schema:
+                self._whole = False
+                return
+            for c, column in enumerate(self._columns):
+                if column.shape[1]:
+                    group.copy_rows(c, column)
+
+    def _begin(self, schema: Schema) -> None:
+        self._schema = schema
+        self._whole = collate.shortcut(schema) is not None
+        if self._whole:
+            strides = [column.stride for column in schema.columns]
+            self._columns = [self._pool.empty(self._count * n).view(self._count, n) for n in strides]
+
+    def batch(self) -> Any:
+        """The batch; ``None`` if it cannot be made of whole columns."""
+        if not self._whole or self._schema is None:
+            return None
+        make = collate.shortcut(self._schema)
+        assert make is not None
+        columns = []
+        for column, out in zip(self._schema.columns, self._columns, strict=True):
+            assert column.shape is not None  # the shortcut is for such columns alone
+            assert column.torch_dtype is not None
+            columns.append(out.view(column.torch_dtype).view(self._count, *column.shape))
+        return make(columns)
