@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 from torchcache.distributed import ExchangeLoader, PartitionedSampler, find_topology
 from torchcache.flatten import flatten_many
 from torchcache.messages import Read, pack, unpack
-from torchcache.plan import order_of_all_ranks
+from torchcache.plan import Plan, order_of_all_ranks, servers_of
 from torchcache.topology import Topology, owners_of
 
 HERE = Path(__file__).parent
@@ -76,6 +76,25 @@ def test_the_exchange_gives_what_a_distributed_sampler_draws(tmp_path: Path) -> 
     run("epochs", tmp_path)
     for name, length in (("fixed", 203), ("ragged", 50)):
         assert Source(length, tmp_path / name).reads() == Counter(range(length))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path, ranks_per_node: int) -> None:
+    run("keep", tmp_path, ranks_per_node=ranks_per_node)
+    assert Source(130, tmp_path / "source").reads() == Counter(range(130))
+
+
+def test_steps_that_only_some_ranks_have_cached(tmp_path: Path) -> None:
+    run("some", tmp_path)
+    assert set(Source(120, tmp_path / "source").reads()) == set(range(120))
+
+
+def test_a_message_that_cannot_be_written_reaches_every_rank_as_an_error(tmp_path: Path) -> None:
+    run("late", tmp_path)
+
+
+def test_one_rank_alone(tmp_path: Path) -> None:
+    run("whole", tmp_path, nodes=1, ranks_per_node=1)
 
 
 def test_each_node_fills_its_part_ahead(tmp_path: Path) -> None:
@@ -152,6 +171,30 @@ def test_what_other_ranks_draw_is_known(length: int, replicas: int, shuffle: boo
         drawn = [list(sampler) for sampler in samplers]
         for sampler in samplers:
             assert order_of_all_ranks(sampler).tolist() == drawn
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 0, 0, 1), (0,)])
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+def test_every_rank_is_served_its_batches(nodes: tuple[int, ...], batch_size: int) -> None:
+    world, length = len(nodes), 90
+    owner = owners_of(Topology(0, nodes).parts(length, seed=0), length)
+    order = order_of_all_ranks(DistributedSampler(range(length), world, 0, seed=3))
+    plans = [
+        Plan(order, batch_size, owner, servers_of(topology), rank)
+        for rank in range(world)
+        if (topology := Topology(rank, nodes))
+    ]
+    for step, wanted in enumerate(order.split(batch_size, dim=1)):
+        got = torch.full_like(wanted, -1)
+        for rank, plan in enumerate(plans):
+            indices, numbers, counts = plan.step(step)
+            requesters = torch.arange(world).repeat_interleave(torch.tensor(counts))
+            for index, number, requester in zip(indices, numbers, requesters, strict=True):
+                assert got[requester, number] == -1
+                assert rank == requester or nodes[rank] == owner[index] != nodes[requester]
+                got[requester, number] = index
+            assert plan.count(step) == wanted.shape[1]
+        assert torch.equal(got, wanted)
 
 
 class Backwards(DistributedSampler[Any]):

@@ -92,7 +92,8 @@ class Delivery:
             BaseException: our own failure, now that every rank knows of it.
             RuntimeError: if another rank has failed; then all ranks raise.
         """
-        self._work.wait()
+        work, self._work = self._work, None
+        work.wait()
         failed = self._sent_failure is not None
         found = []
         for rank, part in self._parts(self._got, self._framed(self._expected)):
