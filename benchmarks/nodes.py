@@ -39,6 +39,7 @@ from torchcache.topology import Topology, owners_of
 
 NODES = (2, 4, 8, 16, 64, 256, 1024)
 STEPS = 3  # of the simulated epoch that are looked at
+MEASURED_STEPS = 60  # of a measured epoch, whose beginning counts
 
 
 def options() -> argparse.Namespace:
@@ -75,16 +76,17 @@ def simulate(args: argparse.Namespace, nodes: int) -> dict[str, float]:
 
 
 class Images(Dataset[Any]):
-    """Images in memory, of the size that was asked for."""
+    """Images of the size that was asked for: some in memory, again and again."""
 
     def __init__(self, count: int, nbytes: int) -> None:
-        self.pixels = torch.randint(256, (count, nbytes), dtype=torch.uint8)
+        self.count = count
+        self.pixels = torch.randint(256, (min(count, 256), nbytes), dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return len(self.pixels)
+        return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.pixels[index], index
+        return self.pixels[index % len(self.pixels)], index
 
 
 def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
@@ -92,7 +94,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     batch = args.batch_size
-    source = Images(40 * batch, args.sample_bytes)
+    source = Images(2 * MEASURED_STEPS * batch, args.sample_bytes)
     sampler = DistributedSampler(source, seed=args.seed)
     with CachedDataset(source, cache_dir=folder / f"node{rank}", key="images") as dataset:
         loader = ExchangeLoader(dataset, sampler, batch, num_nodes=2)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchcache import memory
 from torchcache.messages import Message, Received, unpack
 
 _HEADER = struct.Struct("<QQ")  # bytes of the next message between the two, whether the sender has failed
@@ -126,4 +127,4 @@ class Delivery:
 
 def _at_least(nbytes: int, buffer: torch.Tensor) -> torch.Tensor:
     """A buffer of this size: the same one as long as it is large enough, since new memory costs a fault a page."""
-    return buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+    return buffer if len(buffer) >= nbytes else torch.from_numpy(memory.new(nbytes))

@@ -47,7 +47,7 @@ class ExchangeLoader:
         batch_size: samples a batch.
         drop_last: leave out the last batch if it is smaller.
         collate_fn: makes a batch of a list of samples; default PyTorch's ``default_collate``.
-        prefetch: how many batches to work ahead, at least 1.
+        prefetch: how many batches to work ahead, at least 1. The samples of two more are read by then.
         pin_memory: put the batches in pinned memory, where there is CUDA.
         timeout: after which a step that a rank does not come to is an error; default the process group's.
         node_rank: number of this process's node; default torchrun's, else from the host names.

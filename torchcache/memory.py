@@ -10,7 +10,18 @@ import numpy as np
 import torch
 
 LARGE_BYTES = 128 << 10  # from here on malloc fetches memory from the system: a page fault every 4 KiB
+_ALIGN = 64  # bytes
 _CPU = torch.device("cpu")  # said each time: the user may have set another default
+
+
+def new(nbytes: int) -> np.ndarray[Any, Any]:
+    """Uninitialised bytes that start at a multiple of 64, as torch's tensors do.
+
+    From NumPy, which asks the system for huge pages where there are 4 MiB and more.
+    """
+    memory = np.empty(nbytes + _ALIGN - 1, np.uint8)
+    start = -memory.ctypes.data % _ALIGN
+    return memory[start : start + nbytes]
 
 
 class Pool:
@@ -36,7 +47,7 @@ class Pool:
         try:
             memory = free.pop()  # the last that came back: most of it may still be in the processor's cache
         except IndexError:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU).numpy()
+            memory = new(nbytes)
         owner = memory[:]
         weakref.finalize(owner, free.append, memory).atexit = False
         return torch.from_numpy(owner)
