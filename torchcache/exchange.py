@@ -356,8 +356,9 @@ class _Stack:
             return None
         make = collate.shortcut(self._schema)
         assert make is not None
+        memory, self._columns = self._columns, []  # from here on, whoever has the batch alone holds it
         columns = []
-        for column, out in zip(self._schema.columns, self._columns, strict=True):
+        for column, out in zip(self._schema.columns, memory, strict=True):
             assert column.shape is not None  # the shortcut is for such columns alone
             assert column.torch_dtype is not None
             columns.append(out.view(column.torch_dtype).view(self._count, *column.shape))
