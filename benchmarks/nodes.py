@@ -2,8 +2,9 @@
 
 First from the real samplers, for clusters of 2 to 1,024 nodes: the bytes that one node receives in a step, the source
 reads of all epochs, the disk that each node needs; beside what it takes when every node reads and caches everything.
-Then on this machine, with two processes: the exchange's rate against gloo's bare all_to_all of the same bytes. The
-ratio to read is bare/exchange: the median over the rounds, with the lowest and the highest.
+Then on this machine, with two processes: the exchange's rate against gloo's bare all_to_all of the same bytes, once
+into the same tensor and once into a new one at each step, as batches are. The ratio to read is bare/exchange: the
+median over the rounds, with the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,12 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from torchcache import CachedDataset
 from torchcache.distributed import ExchangeLoader
-from torchcache.exchange import _order_of_all_ranks, _servers
+from torchcache.plan import order_of_all_ranks, servers_of
 from torchcache.topology import Topology, owners_of
 
 NODES = (2, 4, 8, 16, 64, 256, 1024)
 STEPS = 3  # of the simulated epoch that are looked at
+MEASURED_STEPS = 60  # of a measured epoch, whose beginning counts
 
 
 def options() -> argparse.Namespace:
@@ -47,7 +50,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="a rank's (%(default)s)")
     parser.add_argument("--epochs", type=positive, default=90, metavar="N", help="default: %(default)s")
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="measured (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="measured (%(default)s)")
     add_run_options(parser)
     return parser.parse_args()
 
@@ -57,9 +60,9 @@ def simulate(args: argparse.Namespace, nodes: int) -> dict[str, float]:
     world = nodes * args.ranks_per_node
     topology = Topology(0, tuple([rank // args.ranks_per_node for rank in range(world)]))
     owners = owners_of(topology.parts(args.samples, seed=0), args.samples)
-    order = _order_of_all_ranks(DistributedSampler(range(args.samples), world, 0, seed=args.seed))
+    order = order_of_all_ranks(DistributedSampler(range(args.samples), world, 0, seed=args.seed))
     wanted = order[:, : STEPS * args.batch_size]
-    servers = _servers(topology)[owners[wanted].long(), torch.arange(world)[:, None]]
+    servers = servers_of(topology)[owners[wanted].long(), torch.arange(world)[:, None]]
     node_of_rank = torch.tensor(topology.node_of_rank)
     foreign = node_of_rank[servers] != node_of_rank[:, None]
     first = foreign[: args.ranks_per_node].sum().item() / (wanted.shape[1] / args.batch_size)
@@ -73,16 +76,17 @@ def simulate(args: argparse.Namespace, nodes: int) -> dict[str, float]:
 
 
 class Images(Dataset[Any]):
-    """Images in memory, of the size that was asked for."""
+    """Images of the size that was asked for: some in memory, again and again."""
 
     def __init__(self, count: int, nbytes: int) -> None:
-        self.pixels = torch.randint(256, (count, nbytes), dtype=torch.uint8)
+        self.count = count
+        self.pixels = torch.randint(256, (min(count, 256), nbytes), dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return len(self.pixels)
+        return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.pixels[index], index
+        return self.pixels[index % len(self.pixels)], index
 
 
 def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
@@ -90,25 +94,35 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     batch = args.batch_size
-    source = Images(40 * batch, args.sample_bytes)
+    source = Images(2 * MEASURED_STEPS * batch, args.sample_bytes)
     sampler = DistributedSampler(source, seed=args.seed)
-    seconds: dict[str, list[float]] = {"exchange": [], "bare": []}
     with CachedDataset(source, cache_dir=folder / f"node{rank}", key="images") as dataset:
         loader = ExchangeLoader(dataset, sampler, batch, num_nodes=2)
         steps = sum(1 for _ in loader)  # fills
-        sent = torch.empty(batch * args.sample_bytes, dtype=torch.uint8)
-        got = torch.empty_like(sent)
-        for _ in range(args.rounds):
-            dist.barrier()
-            start = clock()
+        # Not torch.empty: reading pages that were never written is reading one page of zeros again and again.
+        sent = torch.randint(256, (batch * args.sample_bytes,), dtype=torch.uint8)
+        same = torch.zeros_like(sent)
+
+        def bare() -> Iterator[Any]:
             for _ in range(steps):
-                dist.all_to_all_single(got, sent)
-            seconds["bare"].append((clock() - start) / steps)
-            dist.barrier()
-            start = clock()
-            for _ in loader:
-                pass
-            seconds["exchange"].append((clock() - start) / steps)
+                dist.all_to_all_single(same, sent)
+                yield same
+
+        def bare_new() -> Iterator[Any]:
+            for _ in range(steps):
+                new = torch.empty_like(sent)
+                dist.all_to_all_single(new, sent)
+                yield new
+
+        contestants = {"bare": bare, "bare_new": bare_new, "exchange": loader.__iter__}
+        seconds: dict[str, list[float]] = {name: [] for name in contestants}
+        for _ in range(args.rounds):
+            for name, batches in contestants.items():
+                dist.barrier()
+                start = clock()
+                for _ in batches():
+                    pass
+                seconds[name].append((clock() - start) / steps)
         loader.close()
     if rank == 0:
         torch.save(seconds, folder / "seconds")
@@ -141,9 +155,13 @@ def main() -> int:
         torch.multiprocessing.spawn(measure, (args, folder), nprocs=2)  # type: ignore[no-untyped-call]
         seconds = torch.load(folder / "seconds")
     rate = ratios(seconds["bare"], seconds["exchange"])
+    rate_new = ratios(seconds["bare_new"], seconds["exchange"])
     bare = Spread.of([args.batch_size * args.sample_bytes / 2e9 / s for s in seconds["bare"]])
-    print(f"gloo alone, two processes: {bare.median:.2f} GB/s each way; the exchange reaches {rate} of it")
-    write_json(args, facts, {"simulated": simulated, "seconds": seconds, "rate": rate})
+    print(
+        f"gloo alone, two processes: {bare.median:.2f} GB/s each way; the exchange reaches {rate} of it, and of gloo's "
+        f"into a new tensor each step {rate_new}"
+    )
+    write_json(args, facts, {"simulated": simulated, "seconds": seconds, "rate": rate, "rate_new": rate_new})
     return 0
 
 

@@ -17,7 +17,9 @@ from helpers import Source, assert_same, image_and_label
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchcache import CachedDataset
+from torchcache.delivery import Delivery
 from torchcache.distributed import ExchangeLoader, fill_part
+from torchcache.messages import LARGE_ROW_BYTES, NOTHING, Later, Message
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -74,6 +76,81 @@ def epochs(folder: Path) -> None:
     with CachedDataset(several, check=0) as cached:
         check(several, cached, 4, Source(50, own, ragged), collate_fn=as_they_are)
         assert 0 < cached.stats.samples_cached < 50
+
+
+def large(index: int) -> Any:
+    """Rows just below and just above the size from which they are copied one by one."""
+    below = torch.arange(LARGE_ROW_BYTES - 1) % 251 + index
+    above = torch.arange(LARGE_ROW_BYTES // 4) + index
+    return {"below": below.to(torch.uint8), "above": above.float(), "index": index}
+
+
+def mixed(index: int) -> Any:
+    """Of two schemas that ``default_collate`` puts together, but in the first batches of one."""
+    return torch.full((40_000,), index), float(index) if index > 60 and index % 5 == 0 else index
+
+
+def keep(folder: Path) -> None:
+    """Whoever keeps batches, or only a view, an array or a storage of them, finds them as they were."""
+    source = Source(130, folder / "source", large)
+    reference = Source(130, folder / f"reference-{RANK}", large)
+    with CachedDataset(source, check=0) as cached:
+        sampler = DistributedSampler(source)
+        loader = ExchangeLoader(cached, sampler, 16, prefetch=1)
+        plain = DataLoader(reference, 16, sampler=sampler)
+        kept: list[Callable[[], Any]] = []
+        expected: list[Any] = []
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            for number, (batch, same) in enumerate(zip(loader, plain, strict=True)):
+                assert_same(batch, same)
+                if number % 3 == 0:
+                    continue  # its memory is used again
+                above = batch["above"]
+                array, storage = above.numpy(), above.untyped_storage()
+                ways: list[Callable[[], Any]] = [
+                    lambda view=above[-1, 5:]: view,
+                    lambda array=array[-1, 5:]: torch.from_numpy(array),
+                    lambda storage=storage: torch.empty(0).set_(storage).view(-1, LARGE_ROW_BYTES // 4)[-1, 5:],
+                ]
+                kept.append(ways[(epoch + number) % 3])
+                expected.append(same["above"][-1, 5:].clone())
+                del batch, above, array, storage, ways  # what is kept is all that holds the memory
+        assert len(kept) >= 6
+        assert all(torch.equal(kept(), same) for kept, same in zip(kept, expected, strict=True))
+        sampler.set_epoch(0)
+        assert_same(list(loader), list(plain))
+        loader.close()
+
+
+def some(folder: Path) -> None:
+    """In the first epoch some ranks have all samples of a step in their cache, others none or a few."""
+    source = Source(120, folder / "source", mixed)
+    if int(os.environ["GROUP_RANK"]) == 1:
+        with CachedDataset(source, check=0) as cached:
+            fill_part(cached, progress=False, node_rank=1, num_nodes=2)
+    elif RANK == 0:
+        with CachedDataset(source, check=0) as cached:
+            cached.fill(progress=False, indices=range(0, 120, 9))
+    dist.barrier()
+    with CachedDataset(source, check=0) as cached:
+        check(source, cached, 6, Source(120, folder / f"reference-{RANK}", mixed))
+
+
+def late(folder: Path) -> None:
+    """A message whose size is known to all, and which then cannot be written."""
+
+    def fails(out: torch.Tensor) -> None:
+        raise OSError("the disk is away")
+
+    delivery = Delivery(dist.group.WORLD, RANK)
+    message = Message([Later(128, fails)], 128) if RANK == 1 else NOTHING
+    delivery.announce([message.nbytes] * WORLD)
+    delivery.write([message] * WORLD, None)
+    delivery.start([0] * WORLD)
+    own, others = r"^the disk is away$", r"^rank 1 could not read a sample of this step: OSError: the disk is away$"
+    with pytest.raises(OSError if RANK == 1 else RuntimeError, match=own if RANK == 1 else others):
+        delivery.finish()
 
 
 def part(folder: Path) -> None:
@@ -133,7 +210,17 @@ def whole(folder: Path) -> None:
 def main() -> None:
     scenario, folder, rendezvous = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=RANK, world_size=WORLD)
-    {"epochs": epochs, "part": part, "error": error, "death": death, "cut": cut, "whole": whole}[scenario](folder)
+    {
+        "epochs": epochs,
+        "keep": keep,
+        "some": some,
+        "late": late,
+        "part": part,
+        "error": error,
+        "death": death,
+        "cut": cut,
+        "whole": whole,
+    }[scenario](folder)
     dist.destroy_process_group()
 
 

@@ -17,9 +17,9 @@ from helpers import Source
 from torch.utils.data import DistributedSampler
 
 from torchcache.distributed import ExchangeLoader, PartitionedSampler, find_topology
-from torchcache.exchange import _order_of_all_ranks
 from torchcache.flatten import flatten_many
-from torchcache.messages import pack, unpack
+from torchcache.messages import Read, pack, unpack
+from torchcache.plan import Plan, order_of_all_ranks, servers_of
 from torchcache.topology import Topology, owners_of
 
 HERE = Path(__file__).parent
@@ -76,6 +76,25 @@ def test_the_exchange_gives_what_a_distributed_sampler_draws(tmp_path: Path) -> 
     run("epochs", tmp_path)
     for name, length in (("fixed", 203), ("ragged", 50)):
         assert Source(length, tmp_path / name).reads() == Counter(range(length))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path, ranks_per_node: int) -> None:
+    run("keep", tmp_path, ranks_per_node=ranks_per_node)
+    assert Source(130, tmp_path / "source").reads() == Counter(range(130))
+
+
+def test_steps_that_only_some_ranks_have_cached(tmp_path: Path) -> None:
+    run("some", tmp_path)
+    assert set(Source(120, tmp_path / "source").reads()) == set(range(120))
+
+
+def test_a_message_that_cannot_be_written_reaches_every_rank_as_an_error(tmp_path: Path) -> None:
+    run("late", tmp_path)
+
+
+def test_one_rank_alone(tmp_path: Path) -> None:
+    run("whole", tmp_path, nodes=1, ranks_per_node=1)
 
 
 def test_each_node_fills_its_part_ahead(tmp_path: Path) -> None:
@@ -151,7 +170,31 @@ def test_what_other_ranks_draw_is_known(length: int, replicas: int, shuffle: boo
             sampler.set_epoch(epoch)
         drawn = [list(sampler) for sampler in samplers]
         for sampler in samplers:
-            assert _order_of_all_ranks(sampler).tolist() == drawn
+            assert order_of_all_ranks(sampler).tolist() == drawn
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 0, 0, 1), (0,)])
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+def test_every_rank_is_served_its_batches(nodes: tuple[int, ...], batch_size: int) -> None:
+    world, length = len(nodes), 90
+    owner = owners_of(Topology(0, nodes).parts(length, seed=0), length)
+    order = order_of_all_ranks(DistributedSampler(range(length), world, 0, seed=3))
+    plans = [
+        Plan(order, batch_size, owner, servers_of(topology), rank)
+        for rank in range(world)
+        if (topology := Topology(rank, nodes))
+    ]
+    for step, wanted in enumerate(order.split(batch_size, dim=1)):
+        got = torch.full_like(wanted, -1)
+        for rank, plan in enumerate(plans):
+            indices, numbers, counts = plan.step(step)
+            requesters = torch.arange(world).repeat_interleave(torch.tensor(counts))
+            for index, number, requester in zip(indices, numbers, requesters, strict=True):
+                assert got[requester, number] == -1
+                assert rank == requester or nodes[rank] == owner[index] != nodes[requester]
+                got[requester, number] = index
+            assert plan.count(step) == wanted.shape[1]
+        assert torch.equal(got, wanted)
 
 
 class Backwards(DistributedSampler[Any]):
@@ -161,7 +204,7 @@ class Backwards(DistributedSampler[Any]):
 
 def test_what_other_ranks_draw_is_known_of_subclasses() -> None:
     samplers = [Backwards(range(10), 2, rank) for rank in range(2)]
-    assert _order_of_all_ranks(samplers[0]).tolist() == [list(sampler) for sampler in samplers]
+    assert order_of_all_ranks(samplers[0]).tolist() == [list(sampler) for sampler in samplers]
 
 
 def samplers(length: int, replicas: int, nodes: int, **kwargs: Any) -> list[PartitionedSampler]:
@@ -243,7 +286,7 @@ def test_nodes_with_different_numbers_of_ranks() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_step_needs_something_of_every_node(seed: int) -> None:
     owners = owners_of(Topology(0, (0, 1)).parts(1000, seed=0), 1000)
-    order = _order_of_all_ranks(DistributedSampler(range(1000), 2, 0, seed=seed))
+    order = order_of_all_ranks(DistributedSampler(range(1000), 2, 0, seed=seed))
     for step in order.split(50, dim=1):
         assert 20 < int(owners[step].sum()) < 80
 
@@ -264,13 +307,13 @@ def test_messages() -> None:
     ]
     samples += [torch.tensor([]), (), 3.5]
     flats = flatten_many(list(range(len(samples))), samples)
-    message = pack(flats)
+    message = pack([Read(flat) for flat in flats])
     assert message.nbytes % 64 == 0
-    data = torch.empty(message.nbytes, dtype=torch.uint8)
+    data = torch.empty(message.nbytes, dtype=torch.uint8).numpy()
     message.write_to(data)
     found = {
         number: sample
-        for group in unpack(data.numpy())
+        for group in unpack(data)
         for number, sample in zip(group.numbers.tolist(), group.samples(), strict=True)
     }
     assert repr([found[i] for i in range(len(samples))]) == repr(samples)

@@ -32,13 +32,14 @@ LAYERS = [
     {"places"},
     {"index", "items"},
     {"reader", "staging"},
-    {"packing", "buffer", "recipe", "report", "messages", "partitioned", "compare", "indices", "watch"},
+    {"packing", "buffer", "recipe", "report", "messages", "partitioned", "plan", "compare", "indices", "watch"},
     {"source"},
     {"fill", "ahead", "check"},
     {"collate", "connection", "contents"},
     {"samples"},
     {"catalog", "dataset"},
-    {"exchange", "loader", "scalars"},
+    {"delivery", "loader", "scalars"},
+    {"exchange"},
     {"distributed"},
     {"__init__"},
     {"doctor", "factory"},
@@ -117,4 +118,4 @@ def test_only_several_nodes_need_a_network() -> None:
     """The cache of one node calls no collective and opens no port."""
     words = re.compile(r"torch\.distributed|^import socket|^from socket|http\.server", re.MULTILINE)
     users = {path.stem for path in PACKAGE.glob("*.py") if words.search(path.read_text())}
-    assert users <= {"__init__", "distributed", "exchange", "messages", "partitioned", "topology"}
+    assert users <= {"__init__", "delivery", "distributed", "exchange", "messages", "partitioned", "topology"}

@@ -2,16 +2,13 @@
 
 Every rank knows from the seed which samples every rank needs at every step; that is what makes ``DistributedSampler``
 work. So nobody asks for anything: at each step a rank gathers from its own node's cache what that node keeps of
-everybody's batch, and two collective calls (lengths, then bytes) deliver it. docs/nodes.md has the picture.
+everybody's batch, and a collective call delivers it. docs/nodes.md has the picture.
 """
 
 from __future__ import annotations
 
-import bisect
 import copy
 import datetime
-import functools
-import itertools
 import math
 import queue
 import threading
@@ -26,14 +23,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchcache import collate, memory
 from torchcache.dataset import CachedDataset
-from torchcache.flatten import Flat, Uniform, flatten_many
-from torchcache.messages import Later, Message, Received, pack, set_rows, unpack
-from torchcache.places import Rows
-from torchcache.reader import Reader
+from torchcache.delivery import Delivery
+from torchcache.flatten import flatten_many
+from torchcache.messages import NOTHING, Cached, Message, Read, Received, pack
+from torchcache.plan import Plan, order_of_all_ranks, servers_of
 from torchcache.schema import Schema
-from torchcache.topology import Topology, find_topology, owners_of
-
-_LARGE_ROW_BYTES = 16 << 10  # from here on, a call for each row costs less than copying it twice
+from torchcache.topology import find_topology, owners_of
 
 
 class ExchangeLoader:
@@ -51,7 +46,7 @@ class ExchangeLoader:
         batch_size: samples a batch.
         drop_last: leave out the last batch if it is smaller.
         collate_fn: makes a batch of a list of samples; default PyTorch's ``default_collate``.
-        prefetch: how many batches to work ahead, at least 1.
+        prefetch: how many batches to work ahead, at least 1. The samples of two more are read by then.
         pin_memory: put the batches in pinned memory, where there is CUDA.
         timeout: after which a step that a rank does not come to is an error; default the process group's.
         node_rank: number of this process's node; default torchrun's, else from the host names.
@@ -103,8 +98,8 @@ class ExchangeLoader:
         self._source.transform = self._source.batch_transform = None
         parts = self.topology.parts(len(dataset), seed=0)
         self._owner = owners_of(parts, len(dataset))
-        self._server = _servers(self.topology)
-        self._sent = self._got = torch.empty(0, dtype=torch.uint8)
+        self._servers = servers_of(self.topology)
+        self._delivery = Delivery(self._group, self.topology.rank)
         self._batches = 0  # that this epoch has given
         self._resume_at = 0
 
@@ -114,9 +109,10 @@ class ExchangeLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._batches, self._resume_at = self._resume_at, 0
-        order = _order_of_all_ranks(self.sampler)
+        order = order_of_all_ranks(self.sampler)
+        plan = Plan(order, self.batch_size, self._owner, self._servers, self.topology.rank)
         steps = range(self._batches, len(self))
-        worker = _Ahead(functools.partial(self._batch, order), steps, self.prefetch)
+        worker = _Ahead(self._delivered(plan, steps), len(steps), self.prefetch)
         try:
             for batch in worker:
                 self._batches += 1
@@ -141,37 +137,50 @@ class ExchangeLoader:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def _batch(self, order: torch.Tensor, step: int) -> Any:
-        """Serves everybody's batch of one step, and returns ours.
+    def _delivered(self, plan: Plan, steps: range) -> Iterator[Any]:
+        """Serves everybody's batches of these steps, and gives ours."""
 
-        Args:
-            order: for each rank its samples of the epoch, of shape ``(ranks, samples)``.
-            step: which batch.
-        """
-        wanted = order[:, step * self.batch_size : (step + 1) * self.batch_size]
-        rank = self.topology.rank
-        # (ranks, batch): who serves each sample of each rank's batch.
-        servers = self._server[self._owner[wanted].long(), torch.arange(len(wanted))[:, None]]
-        requesters, numbers = torch.nonzero(servers == rank).unbind(1)
-        failure: BaseException | None = None
-        messages: list[Message] = []
-        own: list[_Cached | Received] = []
+        def prepared(step: int) -> _Step:
+            return self._prepared(plan, step) if step in steps else self._nothing()
+
+        current, following = prepared(steps.start), prepared(steps.start + 1)
+        self._delivery.announce(current.sizes)
+        self._delivery.write(current.messages, current.failure)
+        for step in steps:
+            self._delivery.start(following.sizes)
+            # While it is on its way:
+            stack = self._stack(plan.count(step))
+            stack.add(current.own)
+            after = prepared(step + 2)
+            self._delivery.write(following.messages, following.failure)
+            received = self._delivery.finish()
+            stack.add(received)
+            yield self._collated(plan.count(step), stack, [*current.own, *received])
+            current, following = following, after
+
+    def _prepared(self, plan: Plan, step: int) -> _Step:
+        """What this rank has for everybody's batch of a step."""
+        indices, numbers, counts = plan.step(step)
+        prepared = self._nothing()
         try:
-            found = self._read(wanted[requesters, numbers])
-            ends = itertools.accumulate(torch.bincount(requesters, minlength=len(wanted)).tolist())
-            for requester, (first, last) in enumerate(itertools.pairwise([0, *ends])):
-                part = [piece.part(first, last, numbers) for piece in found] if first < last else []
-                if requester == rank:  # no need to send these
-                    own = [piece.here() for piece in part if len(piece)]
-                messages.append(pack([piece.flat() for piece in part if requester != rank]))
-            sizes = self._write(messages)
-        except BaseException as error:  # raised again when every rank knows
-            failure = error
-            reason = f"{type(error).__name__}: {error}".encode()[:1000]
-            sizes = self._write([Message([reason], len(reason))] * len(wanted))
-        return self._collated(wanted.shape[1], [*own, *self._exchange(sizes, failure)])
+            found = self._read(indices)
+            first = 0
+            for requester, count in enumerate(counts):
+                last = first + count
+                part = [piece.part(first, last, numbers) for piece in found] if count else []
+                if requester == self.topology.rank:  # no need to send these
+                    prepared.own.extend([piece.here() for piece in part if len(piece)])
+                elif part:
+                    prepared.messages[requester] = pack(part)
+                first = last
+        except BaseException as error:  # raised when every rank knows
+            return self._nothing(error)
+        return prepared
 
-    def _read(self, indices: torch.Tensor) -> list[_Cached] | list[_Read]:
+    def _nothing(self, failure: BaseException | None = None) -> _Step:
+        return _Step([], [NOTHING] * self.topology.num_replicas, failure)
+
+    def _read(self, indices: torch.Tensor) -> list[Cached] | list[Read]:
         """Some samples, numbered as they come: from the cache, or through it from the source."""
         if not len(indices):
             return []
@@ -182,50 +191,18 @@ class ExchangeLoader:
             columns = rows.table.schema.columns
             if all(column.shape is not None and column.torch_dtype is not None for column in columns):
                 self._source._connection.served.hits += len(indices)
-                return [_Cached(cache.reader, rows, numbers)]
-        return [
-            _Read(flat) for flat in flatten_many(numbers.tolist(), self._source._serving.at(indices.tolist(), None))
-        ]
+                return [Cached(cache.reader, rows, numbers)]
+        samples = self._source._serving.at(indices.tolist(), None)
+        return [Read(flat) for flat in flatten_many(numbers.tolist(), samples)]
 
-    def _write(self, messages: Sequence[Message]) -> list[int]:
-        """Puts the messages into the buffer that is sent, one after another, and returns their sizes."""
-        sizes = [message.nbytes for message in messages]
-        self._sent = _at_least(sum(sizes), self._sent)
-        parts = self._sent[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
-        for message, part in zip(messages, parts, strict=True):
-            message.write_to(part)
-        return sizes
+    def _stack(self, count: int) -> _Stack:
+        whole = self.dataset.transform is None and self.collate_fn is default_collate
+        return _Stack(count, whole)
 
-    def _exchange(self, sizes: list[int], failure: BaseException | None) -> list[Received]:
-        """Sends each rank its message, and returns what the others have sent us: views that the next step overwrites.
-
-        Args:
-            sizes: of the messages in the buffer.
-            failure: why they are reasons, not samples; raised here when every rank knows.
-
-        Raises:
-            RuntimeError: if another rank could not read a sample; then all ranks raise.
-        """
-        # A negative length announces the reason in the place of samples.
-        signed = torch.tensor(sizes) * (1 if failure is None else -1)
-        lengths = torch.empty_like(signed)
-        dist.all_to_all_single(lengths, signed, group=self._group)
-        expected = lengths.abs().tolist()
-        self._got = _at_least(sum(expected), self._got)
-        got = self._got[: sum(expected)]
-        dist.all_to_all_single(got, self._sent[: sum(sizes)], expected, sizes, group=self._group)
-        if failure is not None:
-            raise failure
-        parts = got.split(expected)  # type: ignore[no-untyped-call]
-        for other in torch.nonzero(lengths < 0)[:, 0].tolist():
-            reason = parts[other].numpy().tobytes()
-            raise RuntimeError(f"rank {other} could not read a sample of this step: {reason.decode(errors='replace')}")
-        return [received for part in parts for received in unpack(part.numpy())]
-
-    def _collated(self, count: int, groups: Sequence[_Cached | Received]) -> Any:
+    def _collated(self, count: int, stack: _Stack, groups: Sequence[Cached | Received]) -> Any:
         """Our batch of what all ranks, we among them, have sent us."""
         transform = self.dataset.transform
-        batch = _stacked(count, groups) if transform is None and self.collate_fn is default_collate else None
+        batch = stack.batch()
         if batch is None:
             samples: list[Any] = [None] * count
             for group in groups:
@@ -246,14 +223,14 @@ class _Ahead:
     break off at the same batch, must have made the same number by then.
 
     Args:
-        make: makes the batch of a step.
-        steps: which steps.
+        batches: gives them.
+        count: how many there are.
         prefetch: how many to make ahead.
     """
 
-    def __init__(self, make: Callable[[int], Any], steps: range, prefetch: int) -> None:
-        self._make = make
-        self._steps = steps
+    def __init__(self, batches: Iterator[Any], count: int, prefetch: int) -> None:
+        self._batches = batches
+        self._count = count
         self._allowed = prefetch
         self._stopped = False
         self._changed = threading.Condition()
@@ -262,19 +239,19 @@ class _Ahead:
         self._thread.start()
 
     def _run(self) -> None:
-        for number, step in enumerate(self._steps):
+        for number in range(self._count):
             with self._changed:
                 self._changed.wait_for(lambda: number < self._allowed or self._stopped)  # noqa: B023
                 if number >= self._allowed:
                     return
             try:
-                self._done.put((self._make(step), None))
+                self._done.put((next(self._batches), None))
             except BaseException as error:  # for who iterates
                 self._done.put((None, error))
                 return
 
     def __iter__(self) -> Iterator[Any]:
-        for _ in self._steps:
+        for _ in range(self._count):
             batch, error = self._done.get()
             if error is not None:
                 raise error
@@ -313,123 +290,68 @@ def fill_part(
 
 
 @dataclass(frozen=True)
-class _Cached:
-    """Samples in the cache, with what their receiver knows them by; stands where ``Received`` ones do, too."""
+class _Step:
+    """What this rank has for a step.
 
-    reader: Reader
-    places: Rows
-    numbers: torch.Tensor
+    Attributes:
+        own: those of its own batch that it serves itself.
+        messages: the others', one for each rank.
+        failure: why there is nothing of that.
+    """
+
+    own: list[Cached | Received]
+    messages: list[Message]
+    failure: BaseException | None = None
 
     @property
-    def schema(self) -> Schema:
-        return self.places.table.schema
-
-    def part(self, first: int, last: int, numbers: torch.Tensor) -> _Cached:
-        return _Cached(self.reader, self.places._replace(rows=self.places.rows[first:last]), numbers[first:last])
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def here(self) -> _Cached:
-        return self
-
-    def flat(self) -> Flat:
-        count = len(self.numbers)
-        columns: list[Any] = [
-            Uniform(column.shape or (), Later(count * column.stride, functools.partial(self._write, c)))
-            for c, column in enumerate(self.schema.columns)
-        ]
-        return Flat(self.schema.spec, self.numbers.tolist(), columns)
-
-    def _write(self, c: int, out: torch.Tensor) -> None:
-        self.reader.gather(self.places, c, out=out)
-
-    def copy_rows(self, c: int, out: torch.Tensor) -> None:
-        """Copies a column to the rows ``numbers`` of ``out``, which is of bytes."""
-        if self.schema.columns[c].stride >= _LARGE_ROW_BYTES:
-            for row, number in zip(self.places.rows.split(1), self.numbers.tolist(), strict=True):  # type: ignore[no-untyped-call]
-                self.reader.gather(self.places._replace(rows=row), c, out=out[number])
-        else:
-            column = self.reader.gather(self.places, c)
-            set_rows(out, self.numbers, column.reshape(len(column), -1).view(torch.uint8))
-
-    def samples(self) -> list[Any]:
-        table, rows = self.places
-        return [self.schema.rebuild(self.reader.row_values(table, row, True)) for row in rows.tolist()]
+    def sizes(self) -> list[int]:
+        """Of the messages, in bytes."""
+        return [message.nbytes for message in self.messages]
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Samples that were read from the source, or are not all alike."""
+class _Stack:
+    """The batch that ``default_collate`` would make, put together as its samples come.
 
-    samples_of: Flat
-
-    def part(self, first: int, last: int, numbers: torch.Tensor) -> _Read:
-        samples = self.samples_of
-        rows = slice(bisect.bisect_left(samples.indices, first), bisect.bisect_left(samples.indices, last))
-        columns = [Uniform(c.dims, c.data[rows]) if isinstance(c, Uniform) else c[rows] for c in samples.columns]
-        return _Read(Flat(samples.spec, numbers[samples.indices[rows]].tolist(), columns))
-
-    def __len__(self) -> int:
-        return len(self.samples_of.indices)
-
-    def here(self) -> Received:
-        message = pack([self.samples_of])
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
-        message.write_to(data)
-        return unpack(data.numpy())[0]
-
-    def flat(self) -> Flat:
-        return self.samples_of
-
-
-def _at_least(nbytes: int, buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer of this size: the same one as long as it is large enough, since new memory costs a fault a page."""
-    return buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _stacked(count: int, groups: Sequence[_Cached | Received]) -> Any:
-    """The batch that ``default_collate`` would make, where whole columns can be put together; else ``None``."""
-    schema = groups[0].schema
-    make = collate.shortcut(schema)
-    if make is None or any(group.schema != schema for group in groups):
-        return None
-    columns = []
-    for c, column in enumerate(schema.columns):
-        assert column.shape is not None  # the shortcut is for such columns alone
-        assert column.torch_dtype is not None
-        out = memory.empty((count, column.stride), torch.uint8)
-        for group in groups if column.stride else ():
-            group.copy_rows(c, out)
-        columns.append(out.view(column.torch_dtype).view(count, *column.shape))
-    return make(columns)
-
-
-def _servers(topology: Topology) -> torch.Tensor:
-    """Who serves what: for each node that keeps a sample and each rank that wants it, the rank that sends it.
-
-    One's own, where the node is one's own; else the one of the node that has the same place there, so that every rank
-    has about the same to send.
+    Args:
+        count: samples of the batch.
+        whole: whether it is wanted at all.
     """
-    local = torch.tensor(topology.local_rank_of)
-    table = torch.stack([torch.tensor(ranks)[local % len(ranks)] for ranks in topology.ranks_of])
-    everyone = torch.arange(topology.num_replicas)
-    table[torch.tensor(topology.node_of_rank), everyone] = everyone
-    return table
 
+    def __init__(self, count: int, whole: bool) -> None:
+        self._count = count
+        self._whole = whole  # and whether it can be made of whole columns
+        self._schema: Schema | None = None
+        self._columns: list[torch.Tensor] = []
 
-def _order_of_all_ranks(sampler: DistributedSampler[Any]) -> torch.Tensor:
-    """What every rank draws in this epoch, of shape ``(ranks, samples)``."""
-    if type(sampler).__iter__ is not DistributedSampler.__iter__:
-        return torch.stack([torch.tensor(list(_as_rank(sampler, rank))) for rank in range(sampler.num_replicas)])
-    # One list for all, instead of one for each of perhaps a thousand ranks: a sampler of one replica draws them in the
-    # order in which they are dealt out.
-    everyone = _as_rank(sampler, 0)
-    everyone.num_replicas, everyone.num_samples = 1, sampler.total_size
-    return torch.tensor(list(everyone)).view(sampler.num_samples, sampler.num_replicas).T
+    def add(self, groups: Sequence[Cached | Received]) -> None:
+        """Copies samples to their places."""
+        for group in groups if self._whole else ():
+            if self._schema is None:
+                self._begin(group.schema)
+            if not self._whole or group.schema != self._schema:
+                self._whole = False
+                return
+            for c, column in enumerate(self._columns):
+                if column.shape[1]:
+                    group.copy_rows(c, column)
 
+    def _begin(self, schema: Schema) -> None:
+        self._schema = schema
+        self._whole = collate.shortcut(schema) is not None
+        if self._whole:
+            strides = [column.stride for column in schema.columns]
+            self._columns = [memory.empty((self._count, n), torch.uint8) for n in strides]
 
-def _as_rank(sampler: DistributedSampler[Any], rank: int) -> DistributedSampler[Any]:
-    other = copy.copy(sampler)
-    other.rank = rank
-    return other
+    def batch(self) -> Any:
+        """The batch; ``None`` if it cannot be made of whole columns."""
+        if not self._whole or self._schema is None:
+            return None
+        make = collate.shortcut(self._schema)
+        assert make is not None
+        rows, self._columns = self._columns, []  # from here on, whoever has the batch alone holds it
+        columns = []
+        for column, out in zip(self._schema.columns, rows, strict=True):
+            assert column.shape is not None  # the shortcut is for such columns alone
+            assert column.torch_dtype is not None
+            columns.append(out.view(column.torch_dtype).view(self._count, *column.shape))
+        return make(columns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +15,11 @@ import torch
 
 from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, column_starts, lay_out
 from torchcache.flatten import Flat, Uniform
+from torchcache.places import CPU, Rows
+from torchcache.reader import Reader
 from torchcache.schema import Schema
 
+LARGE_ROW_BYTES = 16 << 10  # from here on, copying rows one by one costs less than copying them twice
 _GROUP = struct.Struct("<QQQ")  # bytes of the schema, number of samples, bytes of the body
 
 
@@ -43,50 +48,39 @@ class Message:
     pieces: list[Any]
     nbytes: int
 
-    def write_to(self, out: torch.Tensor) -> None:
-        """Puts the message into a tensor of ``nbytes`` bytes."""
+    def write_to(self, out: np.ndarray[Any, Any]) -> None:
+        """Puts the message into an array of ``nbytes`` bytes, which starts at a multiple of 64."""
         position = 0
-        array = out.numpy()
         for piece in self.pieces:
-            nbytes = _size(piece)
+            end = position + _size(piece)
             if isinstance(piece, Later):
-                piece.write(out[position : position + nbytes])
-            elif nbytes:
-                array[position : position + nbytes] = np.frombuffer(piece, np.uint8)
-            position += nbytes
+                piece.write(torch.from_numpy(out[position:end]))
+            elif end > position:
+                out[position:end] = np.frombuffer(piece, np.uint8)
+            position = end
+
+
+NOTHING = Message([], 0)
 
 
 def _size(piece: Any) -> int:
     return len(piece) if isinstance(piece, bytes) else int(piece.nbytes)
 
 
-def pack(samples: Sequence[Flat]) -> Message:
-    """Makes a message of samples.
-
-    Args:
-        samples: taken apart; their ``indices`` are whatever number the receiver is to know each sample by. A column
-            may be one that is written ``Later``.
-    """
+def pack(groups: Sequence[Cached | Read]) -> Message:
+    """Makes a message of samples."""
     pieces: list[Any] = []
     end = 0
-
-    def add(piece: Any) -> None:
-        nonlocal end
-        pieces.append(piece)
-        end += _size(piece)
-
-    for flat in [flat for flat in samples if flat.indices]:
-        schema = Schema(flat.spec, tuple([c.dims if isinstance(c, Uniform) else None for c in flat.columns]))
-        text = schema.to_json()
-        body, body_end = lay_out(schema, [flat])
-        add(_GROUP.pack(len(text), len(flat.indices), body_end - HEAD_BYTES))
-        add(text)
-        add(bytes(-end % 8))
-        add(np.asarray(flat.indices, "<i8"))
-        add(bytes(-end % COLUMN_ALIGN))
-        for piece in body:
-            add(piece)
-        add(bytes(-end % COLUMN_ALIGN))
+    for group in groups:
+        if len(group):
+            schema, body, nbytes = group.body()
+            text = _text(schema)
+            head = _GROUP.pack(len(text), len(group), nbytes) + text
+            head += bytes(-len(head) % 8) + group.numbers.numpy().astype("<i8", copy=False).tobytes()
+            head += bytes(-len(head) % COLUMN_ALIGN)
+            padding = bytes(-nbytes % COLUMN_ALIGN)
+            pieces += [head, *body, padding]
+            end += len(head) + nbytes + len(padding)
     return Message(pieces, end)
 
 
@@ -125,6 +119,89 @@ class Received:
         return column.decode(self._data, offset, shape, True)
 
 
+@dataclass(frozen=True)
+class Cached:
+    """Samples in the cache, with what their receiver knows them by; stands where ``Received`` ones do, too."""
+
+    reader: Reader
+    places: Rows
+    numbers: torch.Tensor
+
+    @property
+    def schema(self) -> Schema:
+        return self.places.table.schema
+
+    def part(self, first: int, last: int, numbers: torch.Tensor) -> Cached:
+        return Cached(self.reader, self.places._replace(rows=self.places.rows[first:last]), numbers[first:last])
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def here(self) -> Cached:
+        return self
+
+    def body(self) -> tuple[Schema, list[Any], int]:
+        """What ``Read.body`` gives, copied from the map only into the message: its columns must be fixed."""
+        starts, end = column_starts(self.schema.columns, len(self))
+        offsets = [start - HEAD_BYTES for start in starts]
+        nbytes = end - HEAD_BYTES
+        return self.schema, [Later(nbytes, functools.partial(self._write, offsets))], nbytes
+
+    def _write(self, offsets: list[int], out: torch.Tensor) -> None:
+        for c, (column, offset) in enumerate(zip(self.schema.columns, offsets, strict=True)):
+            self.reader.gather(self.places, c, out=out[offset : offset + len(self) * column.stride])
+
+    def copy_rows(self, c: int, out: torch.Tensor) -> None:
+        """Copies a column to the rows ``numbers`` of ``out``, which is of bytes."""
+        if self.schema.columns[c].stride >= LARGE_ROW_BYTES and c not in self.places.table.dense:
+            self.reader.scatter(self.places, c, out, self.numbers.tolist())
+        else:
+            column = self.reader.gather(self.places, c)
+            set_rows(out, self.numbers, column.reshape(len(column), -1).view(torch.uint8))
+
+    def samples(self) -> list[Any]:
+        table, rows = self.places
+        return [self.schema.rebuild(self.reader.row_values(table, row, True)) for row in rows.tolist()]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Samples to be sent that were read from the source, or are not all alike.
+
+    Attributes:
+        samples_of: taken apart; their ``indices`` count them as they were asked for, or are what the receiver knows
+            them by.
+    """
+
+    samples_of: Flat
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        return torch.tensor(self.samples_of.indices)
+
+    def part(self, first: int, last: int, numbers: torch.Tensor) -> Read:
+        samples = self.samples_of
+        rows = slice(bisect.bisect_left(samples.indices, first), bisect.bisect_left(samples.indices, last))
+        columns = [Uniform(c.dims, c.data[rows]) if isinstance(c, Uniform) else c[rows] for c in samples.columns]
+        return Read(Flat(samples.spec, numbers[samples.indices[rows]].tolist(), columns))
+
+    def __len__(self) -> int:
+        return len(self.samples_of.indices)
+
+    def here(self) -> Received:
+        message = pack([self])
+        data = torch.empty(message.nbytes, dtype=torch.uint8, device=CPU).numpy()
+        message.write_to(data)
+        return unpack(data)[0]
+
+    def body(self) -> tuple[Schema, list[Any], int]:
+        """The schema, and the body of a block of the samples: its pieces and their bytes."""
+        flat = self.samples_of
+        schema = Schema(flat.spec, tuple([c.dims if isinstance(c, Uniform) else None for c in flat.columns]))
+        pieces, end = lay_out(schema, [flat])
+        return schema, pieces, end - HEAD_BYTES
+
+
 def set_rows(out: torch.Tensor, numbers: torch.Tensor, rows: torch.Tensor) -> None:
     """``out[numbers] = rows`` for bytes, a whole row at a time."""
     item = f"V{rows.shape[1]}"
@@ -158,3 +235,8 @@ def unpack(data: np.ndarray[Any, Any]) -> list[Received]:
 @lru_cache(maxsize=256)
 def _schema(text: bytes) -> Schema:
     return Schema.from_json(text)
+
+
+@lru_cache(maxsize=256)
+def _text(schema: Schema) -> bytes:
+    return schema.to_json()

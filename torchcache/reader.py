@@ -15,7 +15,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from torchcache.items import reading
 from torchcache.places import CPU, Places, Rows, Table
 from torchcache.readahead import ReadAhead
 from torchcache.schema import Schema
-from torchcache.serial import select, take
+from torchcache.serial import scatter, select, take
 from torchcache.store import LogEntry, Seal
 
+_T = TypeVar("_T")
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them
 VERIFIED_BYTES = 4 << 20  # the checksum of an index so large takes a few milliseconds at each start
 
@@ -234,6 +235,23 @@ class Reader:
             self._announce(offsets.numpy() * column.unit, column.stride)
         return self._gather_at(column, dtype, offsets, out)
 
+    def scatter(self, rows: Rows, c: int, out: torch.Tensor, numbers: Sequence[int]) -> None:
+        """Copies one fixed column of samples from the map to rows of a tensor, one by one: for large values.
+
+        Args:
+            rows: which samples.
+            c: which column, not one that the index holds itself (``Table.dense``).
+            out: a contiguous tensor of uint8, one row a sample; each row starts at a multiple of ``Column.unit`` bytes.
+            numbers: for each sample its row there.
+        """
+        column = rows.table.schema.columns[c]
+        assert c not in rows.table.dense
+        offsets = take(rows.table.columns[c], rows.rows)
+        if self._ahead.is_due():
+            self._announce(offsets.numpy() * column.unit, column.stride)
+        target = out.view(column.wide_dtype).view(len(out), *column.wide_shape)
+        self._in_window(column, offsets, lambda window: scatter(window, offsets, target, numbers))
+
     def only_table(self) -> Table | None:
         """The table of all samples, in their order, if the store is sealed and has but one schema."""
         return self._places.only
@@ -299,16 +317,19 @@ class Reader:
     def _gather_at(
         self, column: Column, dtype: torch.dtype, offsets: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
+        found = self._in_window(column, offsets, lambda window: select(window, offsets, out))
+        return found if dtype is found.dtype else found.view(dtype)
+
+    def _in_window(self, column: Column, offsets: torch.Tensor, copy: Callable[[torch.Tensor], _T]) -> _T:
         try:
-            found = select(self._window(column), offsets, out)
+            return copy(self._window(column))
         except IndexError:
             # The file has grown since it was mapped, or the offset was never in it.
             self._map_to(int(offsets.numpy().max()) * column.unit + column.stride)
             try:
-                found = select(self._window(column), offsets, out)
+                return copy(self._window(column))
             except IndexError as error:
                 raise CorruptStoreError(f"{self._path}: a sample lies outside the file") from error
-        return found if dtype is found.dtype else found.view(dtype)
 
     def _window(self, column: Column) -> torch.Tensor:
         """The map as a tensor whose row *r* is the value of this column that starts at unit *r* of the file."""

@@ -48,13 +48,22 @@ def select(window: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = 
 
 
 def _select_large(window: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    scatter(window, rows, out, range(len(rows)))
+    return out
+
+
+def scatter(window: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, numbers: Sequence[int]) -> None:
+    """``out[numbers] = window[rows]``, a row at a time: for large ones.
+
+    Raises:
+        IndexError: if there is no such row in ``window``.
+    """
     # As unsigned numbers the negative ones, which NumPy counts from the end, are large.
     if int(rows.numpy().view(np.uint64).max()) >= len(window):
         raise IndexError("a row is not one of the window's")
     source, target = window.numpy(), out.numpy()
-    for number, row in enumerate(rows.tolist()):
+    for number, row in zip(numbers, rows.tolist(), strict=True):
         np.copyto(target[number], source[row])
-    return out
 
 
 def stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
