@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,30 +233,54 @@ def test_ctrl_c(tmp_path: Path, record: list[str]) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == line
 
-    before, again = listing(), 0
+    def interrupt(group: int, processes: Sequence[subprocess.Popen[bytes]]) -> int:
+        """Presses Ctrl-C until all have ended, and returns how often it took more than the first one.
+
+        An interrupt between the taking of a lock and its `with` block leaves a queue of the DataLoader locked, and
+        `multiprocessing` waits for it at the end of the process: seen in one of 440 interrupted ranks, no code of ours.
+        """
+        more = 0
+        os.killpg(group, signal.SIGINT)
+        for process in processes:
+            while True:
+                try:
+                    process.communicate(timeout=20)
+                    break
+                except subprocess.TimeoutExpired:
+                    more += 1
+                    os.killpg(group, signal.SIGINT)
+        return more
+
+    before, again, more = listing(), 0, 0
     for number in range(5):
         paths = tmp_path / f"reads-{number}", tmp_path / f"cache-{number}"
         first = start(0, *paths)
         both = first, start(first.pid, *paths)
-        for process in both:
-            expect(process, b"ready\n")
-        for process in both:
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-        for process in both:
-            for _ in range(5):
-                expect(process, b"batch\n")
-        os.killpg(first.pid, signal.SIGINT)
-        for process in both:
-            process.communicate()
-            assert process.returncode != 0
+        try:
+            for process in both:
+                expect(process, b"ready\n")
+            for process in both:
+                assert process.stdin is not None
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+            for process in both:
+                for _ in range(5):
+                    expect(process, b"batch\n")
+            more += interrupt(first.pid, both)
+        finally:
+            for process in both:
+                process.kill()
+                process.communicate()
+        assert all(process.returncode not in (0, -signal.SIGKILL) for process in both)
         source = SlowSource(3000, paths[0])
         epoch(source, paths[1], 0, 4)
         check_all(source, paths[1])
         again += source.reads().total() - 3000
+    assert more <= 2
     assert listing() == before
-    record.append(f"5 SIGINTs to 2 ranks x 4 workers: nothing left over, {again} of 15,000 read again")
+    record.append(
+        f"5 SIGINTs to 2 ranks x 4 workers, {more} of them repeated: nothing left over, {again} of 15,000 read again"
+    )
 
 
 # ---------------------------------------------------------------------------------------------- stopped, and apart
