@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import multiprocessing
 import os
@@ -218,16 +217,20 @@ def test_ctrl_c(tmp_path: Path, record: list[str]) -> None:
 
     def listing() -> set[str]:
         ours = ("torch_", "psm_", "sem.")
-        # Of a worker that the main process terminates while it is ending by itself, multiprocessing's own empty folder
-        # (pymp-…) may be left: in about one of twenty interrupted jobs.
-        files = {str(file) for file in temporary.rglob("*") if not file.name.startswith("pymp-")}
+        # Of a worker that the main process terminates while it is ending by itself, multiprocessing's own folder of
+        # sockets (pymp-…) may be left: in about one of twenty interrupted jobs.
+        files = {str(file) for file in temporary.iterdir() if not file.name.startswith("pymp-")}
         return {*files, *(name for name in os.listdir("/dev/shm") if name.startswith(ours))}
 
     def start(group: int, reads: Path, cache_dir: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", INTERRUPTED, str(reads), str(cache_dir)]
-        join = functools.partial(os.setpgid, 0, group)
         pipe, quiet, env = subprocess.PIPE, subprocess.DEVNULL, {**os.environ, "TMPDIR": str(temporary)}
-        return subprocess.Popen(command, cwd=HERE, stdin=pipe, stdout=pipe, stderr=quiet, preexec_fn=join, env=env)
+
+        def begin() -> None:
+            os.setpgid(0, group)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as this may be, ignores it
+
+        return subprocess.Popen(command, cwd=HERE, stdin=pipe, stdout=pipe, stderr=quiet, preexec_fn=begin, env=env)
 
     def expect(process: subprocess.Popen[bytes], line: bytes) -> None:
         assert process.stdout is not None
