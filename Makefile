@@ -12,7 +12,7 @@ demo: $(INSTALLED)  ## LeNet on MNIST with and without the cache, in a few minut
 test: lint  ## lint, type check, tests
 	$(BIN)/python -m pytest
 
-stress: $(INSTALLED)  ## the long tests, about an hour on two cores
+stress: $(INSTALLED)  ## the long tests, about five minutes on two cores
 	$(BIN)/python -m pytest tests/stress -o python_files='stress_*.py' -o faulthandler_timeout=0
 
 # The variable silences a notice that the theme prints at each start (docs/contributing.md has what it says).
