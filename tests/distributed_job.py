@@ -204,7 +204,19 @@ def whole(folder: Path) -> None:
     with CachedDataset(source, check=0) as cached:
         sampler = DistributedSampler(source)
         plain = DataLoader([image_and_label(i) for i in range(64)], 4, sampler=sampler)
-        assert_same(list(ExchangeLoader(cached, sampler, 4)), list(plain))
+        before = threads_of_gloo()
+        loader = ExchangeLoader(cached, sampler, 4)
+        assert threads_of_gloo() > before
+        assert_same(list(loader), list(plain))
+        loader.close()
+        assert threads_of_gloo() == before  # though the loader lives
+        loader.close()  # once more does nothing
+        with pytest.raises(ValueError, match="closed"):
+            next(iter(loader))
+
+
+def threads_of_gloo() -> int:
+    return sum(path.read_text() == "pt_gloo_runloop\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def main() -> None:

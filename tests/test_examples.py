@@ -102,7 +102,12 @@ def test_ddp_two_nodes(tmp_path: Path) -> None:
         )
         for node in range(2)
     ]  # with run("ddp_two_nodes.py") there would be one node
-    outputs = [node.communicate(timeout=240) for node in nodes]
+    try:
+        outputs = [node.communicate(timeout=90) for node in nodes]
+    finally:  # a node that waits for one that failed goes with it
+        for node in nodes:
+            node.kill()
+            node.communicate()
     assert [node.returncode for node in nodes] == [0, 0], outputs
     output = outputs[0][0]
     assert "12 steps on each of 4 ranks, losses equal plain DDP's: True" in output

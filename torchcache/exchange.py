@@ -99,7 +99,7 @@ class ExchangeLoader:
         parts = self.topology.parts(len(dataset), seed=0)
         self._owner = owners_of(parts, len(dataset))
         self._servers = servers_of(self.topology)
-        self._delivery = Delivery(self._group, self.topology.rank)
+        self._delivery: Any = Delivery(self._group, self.topology.rank)
         self._batches = 0  # that this epoch has given
         self._resume_at = 0
 
@@ -108,6 +108,8 @@ class ExchangeLoader:
         return samples // self.batch_size if self.drop_last else math.ceil(samples / self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._group is None:
+            raise ValueError("this ExchangeLoader is closed; make another")
         self._batches, self._resume_at = self._resume_at, 0
         order = order_of_all_ranks(self.sampler)
         plan = Plan(order, self.batch_size, self._owner, self._servers, self.topology.rank)
@@ -131,9 +133,15 @@ class ExchangeLoader:
         self._resume_at = int(state["batches"])
 
     def close(self) -> None:
-        """Publishes what this rank has read, and closes the process group; collective."""
+        """Publishes what this rank has read, and closes the process group; collective.
+
+        Its threads have ended then. Nobody must hold the group any more for that; one of them that still holds a tensor
+        when the interpreter ends aborts the process.
+        """
         self._source.close()
-        dist.destroy_process_group(self._group)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = self._delivery = None
 
     # -- one step ----------------------------------------------------------------------------------------
 
