@@ -12,7 +12,7 @@ from helpers import Source
 from torch.utils.data import DataLoader
 
 from torchcache import CachedDataset, report
-from torchcache.store import Counters
+from torchcache.records import Counters
 
 LENGTH = 50
 

@@ -17,8 +17,9 @@ import torch
 from helpers import Source, as_root, assert_same, image_and_label, mounted
 from torch.utils.data import DataLoader
 
-from torchcache import CacheBypassWarning, CachedDataset, buffer, errors, reader
+from torchcache import CacheBypassWarning, CachedDataset, buffer, database, errors, reader
 from torchcache import store as stores
+from torchcache.records import Counters, Identity
 from torchcache.store import Store
 
 LENGTH = 200
@@ -83,7 +84,7 @@ def test_a_file_in_the_place_of_the_folder(cache_dir: Path, source: Source) -> N
 
 def test_another_format_version(cache_dir: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(source)
-    monkeypatch.setattr(stores, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(stores, "FORMAT_LINE", b"torchcache 99")
     with pytest.raises(errors.FormatVersionError, match=r"torchcache 1.*torchcache 99.*remove the folder"):
         CachedDataset(source)
 
@@ -391,3 +392,29 @@ def test_few_schemas_for_many_shapes(cache_dir: Path, tmp_path: Path, batch_size
     assert cached._connection._cache is not None
     assert len(cached._connection._cache.store.schemas) <= 4
     assert_same([cached[i] for i in range(100)], [source.make(i) for i in range(100)])
+
+
+def test_no_handle_crosses_a_fork(cache_dir: Path, source: Source) -> None:
+    """Also not that of a store which is only looked at, or being made: LMDB would refuse the child."""
+    path = CachedDataset(source).path
+    Store.create(path, Identity("k", "s", 200))
+    with Store.look(path) as looked:
+        looked.survey()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                assert Store(path).counters() == Counters()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert looked.counters() == Counters()
+
+
+def test_the_oldest_handles_are_closed_first(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "MOST_HANDLES", 3)
+    stored = [Store.create(cache_dir / f"s{i}-k", Identity("k", "s", 10)) for i in range(5)]
+    for i in (0, 1, 2, 3, 1, 4, 0):
+        stored[i].counters()
+    assert [store._env is not None for store in stored] == [True, False, False, True, True]

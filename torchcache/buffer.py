@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torchcache.flatten import Flat
 from torchcache.leaves import Spec
-from torchcache.store import Counters
+from torchcache.records import Counters
 
 SOON_S = 0.05  # older samples are published together with the next ones
 LATEST_S = 0.1  # and at the latest after so long, by a thread, if there are no next ones

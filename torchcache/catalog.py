@@ -31,7 +31,8 @@ from torchcache.errors import (
     StoreUnavailableError,
     UnsupportedSampleError,
 )
-from torchcache.store import Counters, Store
+from torchcache.records import Counters, Identity
+from torchcache.store import Store
 
 __all__ = [
     "ColumnInfo",
@@ -105,7 +106,7 @@ class StoreInfo:
 class _Found(NamedTuple):
     """What reading a store has brought."""
 
-    identity: store.Identity | None = None
+    identity: Identity | None = None
     counters: Counters | None = None
     error: Exception | None = None
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch.utils.data import get_worker_info
 
-from torchcache import environment, filesystem, folder, owner, provenance, store, usage
+from torchcache import database, environment, filesystem, folder, owner, provenance, store, usage
 from torchcache.check import Duty, check_samples, is_first_process
 from torchcache.errors import (
     CacheBypassWarning,
@@ -31,8 +31,9 @@ from torchcache.errors import (
 from torchcache.fill import AT_EXIT, CLAIM_TIMEOUT_S, Filler
 from torchcache.guard import RandomnessGuard
 from torchcache.reader import Reader
+from torchcache.records import Counters, Identity
 from torchcache.source import Source, UncacheableSourceError, changed_after_wrapping
-from torchcache.store import Counters, Identity, Store
+from torchcache.store import Store
 from torchcache.watch import Watch
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -138,7 +139,7 @@ class Connection:
 
     def open(self) -> Cache | None:
         """Opens the store, or makes it; ``None`` if that cannot be, which has been said then."""
-        with store.registry_lock:
+        with database.registry_lock:
             if self._cache is None and not self.bypassed:
                 inode, was_ours = folder.inode(self.path), (self.path / folder.GUARD_FILE).exists()
                 try:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchcache import block as blocks
-from torchcache import provenance, store
+from torchcache import provenance, records
 from torchcache.block import HEAD_BYTES
 from torchcache.check import check_samples
 from torchcache.column import Column
@@ -21,9 +21,10 @@ from torchcache.environment import DATA_FILE
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError, UnsupportedSampleError
 from torchcache.guard import RandomnessGuard
 from torchcache.reader import Reader
+from torchcache.records import Seal, Survey
 from torchcache.schema import leaf_names
 from torchcache.source import Source
-from torchcache.store import Seal, Store, Survey
+from torchcache.store import Store
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def describe(path: Path) -> Description:
             for number, (text, schema) in enumerate(zip(survey.schemas, opened.schemas, strict=True))
         ]
         return Description(
-            format_version=store.FORMAT_VERSION,
+            format_version=records.FORMAT_VERSION,
             allow_pickle=opened.identity.allow_pickle,
             sealed=opened.seal is not None,
             blocks=len(survey.entries),

@@ -19,10 +19,10 @@ from torchcache.errors import StoreError
 from torchcache.fill import CLAIM_TIMEOUT_S
 from torchcache.fingerprint import fingerprint
 from torchcache.indices import checked_length
+from torchcache.records import Counters, Identity
 from torchcache.samples import Samples
 from torchcache.source import UncacheableSourceError
 from torchcache.split import split_dataset
-from torchcache.store import Counters, Identity
 
 
 @dataclass(frozen=True)

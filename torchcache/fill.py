@@ -30,8 +30,9 @@ from torchcache.folder import OWNERS
 from torchcache.owner import Owner
 from torchcache.packing import LARGEST_SAMPLE_BYTES, pack, without_oversized
 from torchcache.reader import Reader
+from torchcache.records import Claim, Counters, LogEntry, Seal
 from torchcache.source import Source
-from torchcache.store import Claim, Counters, LogEntry, Seal, Store
+from torchcache.store import Store
 
 CLAIM_TIMEOUT_S = 60.0  # by default; reading and publishing a batch takes less
 DISK_RESERVE = 0.05  # share of the disk that is left free

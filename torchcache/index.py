@@ -17,9 +17,9 @@ from torchcache.block import COLUMN_ALIGN, HEAD_BYTES, PAGE_BYTES, BlockHead
 from torchcache.column import Column
 from torchcache.errors import CorruptStoreError
 from torchcache.places import CPU, Places, Rows, Table
+from torchcache.records import Seal
 from torchcache.schema import Schema
 from torchcache.serial import take
-from torchcache.store import Seal
 
 DENSE_BYTES = 8  # the size of an offset
 

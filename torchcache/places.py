@@ -11,9 +11,9 @@ import torch
 
 from torchcache.block import column_starts
 from torchcache.errors import CorruptStoreError
+from torchcache.records import LogEntry
 from torchcache.schema import Schema
 from torchcache.serial import take
-from torchcache.store import LogEntry
 
 CPU = torch.device("cpu")  # said each time: the user may have set another default
 _FIRST_ROWS = 1024

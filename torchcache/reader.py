@@ -27,9 +27,9 @@ from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableErr
 from torchcache.items import reading
 from torchcache.places import CPU, Places, Rows, Table
 from torchcache.readahead import ReadAhead
+from torchcache.records import LogEntry, Seal
 from torchcache.schema import Schema
 from torchcache.serial import scatter, select, take
-from torchcache.store import LogEntry, Seal
 
 _T = TypeVar("_T")
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # copies of written pages are rare: promise no memory for them

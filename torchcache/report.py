@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from torchcache.reader import Reader
-from torchcache.store import Counters
+from torchcache.records import Counters
 
 TIMED_READS = 64  # enough for a mean; a few milliseconds where they are in memory
 WORTH = 1.5  # a source that takes less than so many times a cached read is as fast as the cache

@@ -3,26 +3,18 @@
 A store is a folder with ``data.mdb`` (LMDB's), ``owners/`` (who fills, and claims what, see ``owner``), ``writer.lock``
 and ``store.lock``. Blocks are appended and never overwritten or deleted, so that a byte once published never moves.
 docs/format.md is the specification.
-
-All access to an unsealed store goes through write transactions, also where it only reads: one costs about a
-microsecond, and LMDB's reader table, with its slots that outlive their processes and its process numbers that mean
-nothing in another container, is never used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import mmap
 import os
 import shutil
-import struct
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +22,8 @@ from torchcache import block as blocks
 from torchcache import environment, filesystem, folder
 from torchcache import owner as owners
 from torchcache.block import HEAD_BYTES, ID_BYTES, BlockHead
-from torchcache.environment import LOCK_TIMEOUT_S, Environment, WriterLock, foreign, translated
+from torchcache.database import Database, registry_lock
+from torchcache.environment import Environment, foreign, translated
 from torchcache.errors import (
     CorruptStoreError,
     FormatVersionError,
@@ -40,151 +33,36 @@ from torchcache.errors import (
 )
 from torchcache.folder import OWNERS
 from torchcache.owner import Owner
+from torchcache.records import FORMAT_LINE, Claim, Counters, Identity, LogEntry, LogRecord, Seal, Survey, number_key
 from torchcache.schema import Schema
 
-FORMAT_VERSION = 1
-
-_ENTRY = struct.Struct("<16s16sIIQI4x")  # block id, owner, schema, count, nbytes, checksum; then the sample indices
-_COUNTERS = struct.Struct("<QQQQd")
-_SEAL = struct.Struct("<QQ16s")  # offset in the file, nbytes, block id of the index value
+LOOK_TIMEOUT_S = 5.0  # who lists stores does not want to wait for a stopped process
 # One store object per folder and process: py-lmdb refuses to open a file twice.
 _open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
-registry_lock = threading.RLock()  # held while stores are opened; taken before a fork, so that none is half open
-# LMDB's handles that a process keeps at a time, three descriptors each: some have many datasets, and 1,024 descriptors.
-MOST_HANDLES = 16
-LOOK_TIMEOUT_S = 5.0  # who lists stores does not want to wait for a stopped process
-_forking: list[Store] = []  # locked between the two fork hooks
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What a store holds, in words and numbers: kept in the store and compared when it is opened.
-
-    Attributes:
-        key: identity of the content (``fingerprint``, or what the user gave as ``key=``).
-        source: qualified name of the dataset's class.
-        length: number of samples of the dataset.
-        allow_pickle: whether samples may hold pickled objects, which execute code when they are read.
-    """
-
-    key: str
-    source: str
-    length: int
-    allow_pickle: bool = False
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Totals over all processes and runs that used the store; ``source_seconds`` is time spent inside the source."""
-
-    source_reads: int = 0
-    duplicate_reads: int = 0
-    samples: int = 0
-    nbytes: int = 0
-    source_seconds: float = 0.0
-
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(
-            self.source_reads + other.source_reads,
-            self.duplicate_reads + other.duplicate_reads,
-            self.samples + other.samples,
-            self.nbytes + other.nbytes,
-            self.source_seconds + other.source_seconds,
-        )
-
-    def astuple(self) -> tuple[Any, ...]:
-        return (self.source_reads, self.duplicate_reads, self.samples, self.nbytes, self.source_seconds)
-
-
-class LogEntry(NamedTuple):
-    """One published block: its number in the log, its head, who wrote it, where it lies, whose samples it holds."""
-
-    sequence: int
-    head: BlockHead
-    owner: bytes
-    offset: int
-    indices: np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Survey(NamedTuple):
-    """A store as of one moment.
-
-    Attributes:
-        entries: the log.
-        blocks: how many blocks there are.
-        counters: the totals.
-        schemas: the schemas, as JSON.
-        claimed: how many samples those who fill are reading.
-        parts: what went into the key; empty if that is not known.
-    """
-
-    entries: list[LogEntry]
-    blocks: int
-    counters: Counters
-    schemas: list[bytes]
-    claimed: int
-    parts: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """Where the index of a complete store lies in its file."""
-
-    offset: int
-    nbytes: int
-    block_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What ``Store.claim`` found.
-
-    Attributes:
-        granted: the indices that are ours now.
-        held: the owners of the others.
-        transaction: number of the last transaction (``last_transaction``) that was seen.
-    """
-
-    granted: list[int]
-    held: dict[int, bytes]
-    transaction: int
-
-
-class _Own(NamedTuple):
-    """What need not be read from the log, because we have written it."""
-
-    head: BlockHead
-    owner: bytes
-    indices: np.ndarray[Any, Any]
-
-
-class Store:
+class Store(Database):
     """One store. Use ``Store.open`` and ``Store.create``; close by dropping it, or with ``close``.
 
-    The LMDB handle is opened when it is first needed and closed before a fork: it must not cross one.
+    Attributes:
+        identity: what it holds.
+        schemas: the structures of its samples, by number.
+        seal: where its index is; ``None`` while it is not complete.
+        read_only: why nothing may be written to it; empty if it may.
     """
 
     def __init__(self, path: Path, layout_only: bool = False) -> None:
-        self.path = path
-        self._layout_only = layout_only
-        self.data_path = path / environment.DATA_FILE
-        self.lock = threading.RLock()
+        super().__init__(path)
+        self.identity: Identity
         self.schemas: list[Schema] = []
         self.seal: Seal | None = None
-        self.lock_timeout_s = LOCK_TIMEOUT_S
-        self._env: Environment | None = None
-        self._writer: WriterLock
-        self._dbs: dict[bytes, Any] = {}
-        self._base = 0  # address of the file's first byte in LMDB's map
+        self.read_only = ""
+        self._layout_only = layout_only
         self._schema_ids: dict[bytes, int] = {}
-        self._own: dict[int, _Own] = {}  # blocks that we have appended and not read in the log yet
+        self._own: dict[int, LogRecord] = {}  # blocks that we have appended and not read in the log yet
         self._known = (-1, 0)  # a transaction, and the number up to which the log was known after it
         self._newest = b""  # the owner that joined last, as far as we know
         self._others: owners.Others | None = None  # those who had a file then
-        self.identity: Identity
-        self.read_only = ""  # why nothing may be written to it
-
-    # -- opening -----------------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, path: Path) -> Store:
@@ -235,16 +113,17 @@ class Store:
             identity: what it is to hold.
             parts: what went into the key, to be kept in a new one (see ``provenance``).
         """
-        if not (path / environment.DATA_FILE).exists():
-            risk = filesystem.risk(path)
-            if risk is not None and not risk.fills:
-                raise StoreUnavailableError(f"{path} would lie on {risk.kind}: {risk.text}")
-            folder.make(path)
-        if not environment.is_created(path, on_doubt=False):
-            with folder.guard(path):
-                if not environment.is_created(path, on_doubt=True):
-                    cls(path)._initialise(identity, parts)
-        store = cls.open(path)
+        with registry_lock:  # before the guard, as everywhere: nobody waits for the one with the other
+            if not (path / environment.DATA_FILE).exists():
+                risk = filesystem.risk(path)
+                if risk is not None and not risk.fills:
+                    raise StoreUnavailableError(f"{path} would lie on {risk.kind}: {risk.text}")
+                folder.make(path)
+            if not environment.is_created(path, on_doubt=False):
+                with folder.guard(path):
+                    if not environment.is_created(path, on_doubt=True):
+                        cls(path)._initialise(identity, parts)
+            store = cls.open(path)
         store.expect(identity)
         return store
 
@@ -294,21 +173,14 @@ class Store:
         version = txn.get(b"format", db=meta)
         if version is None:
             raise foreign(self.path)
-        if bytes(version) != _format_line():
+        if bytes(version) != FORMAT_LINE:
             raise FormatVersionError(
                 f"{self.path} has the format {bytes(version)[:40]!r}, this version of torchcache writes "
-                f"{_format_line()!r}; remove the folder to fill it again"
+                f"{FORMAT_LINE!r}; remove the folder to fill it again"
             )
-        try:
-            self.identity = Identity(**json.loads(bytes(txn.get(b"identity", db=meta))))
-            seal = txn.get(b"seal", db=meta)
-            self.seal = None if seal is None else Seal(*_SEAL.unpack(seal))
-        except (TypeError, ValueError, struct.error) as error:
-            raise CorruptStoreError(f"{self.path} does not say what it holds ({error})") from error
-        if type(self.identity.length) is not int or self.identity.length < 0:
-            raise CorruptStoreError(f"{self.path} says that it holds {self.identity.length!r} samples")
-        if type(self.identity.allow_pickle) is not bool:
-            raise CorruptStoreError(f"{self.path} says allow_pickle={self.identity.allow_pickle!r}")
+        self.identity = Identity.unpack(txn.get(b"identity", b"", db=meta), self.path)
+        seal = txn.get(b"seal", db=meta)
+        self.seal = None if seal is None else Seal.unpack(seal, self.path)
         self._read_schemas(txn)
 
     def _initialise(self, identity: Identity, parts: bytes) -> None:
@@ -316,11 +188,11 @@ class Store:
             self._environment(create=True)
         with self._write() as txn:
             meta = self._dbs[b"meta"]
-            txn.put(b"identity", json.dumps(asdict(identity)).encode(), db=meta)
-            txn.put(b"counters", _COUNTERS.pack(*Counters().astuple()), db=meta)
+            txn.put(b"identity", identity.pack(), db=meta)
+            txn.put(b"counters", Counters().pack(), db=meta)
             txn.put(b"boot", boot_id(), db=meta)
             txn.put(b"parts", parts, db=meta)
-            txn.put(b"format", _format_line(), db=meta)
+            txn.put(b"format", FORMAT_LINE, db=meta)
         self.close()
 
     def _trust_after_restart(self, txn: Any) -> None:
@@ -331,81 +203,16 @@ class Store:
             if not self.read_only:
                 txn.put(b"boot", boot_id(), db=self._dbs[b"meta"])
 
-    # -- the LMDB handle ---------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Closes the LMDB handle; the next use opens it again."""
         with self.lock:
-            if self._env is not None:
-                self._env.close()
-                self._writer.close()
-                self._env = None
-                self._dbs = {}
-                self._others = None
-
-    def _environment(self, create: bool = False) -> Environment:
-        if self._env is None:
-            _close_handles(MOST_HANDLES - 1)
-            with contextlib.ExitStack() as undo:
-                writer = WriterLock(self.path)
-                undo.callback(writer.close)
-                writer.acquire(self.lock_timeout_s)
-                env = environment.open_environment(self.path)
-                undo.callback(env.close)
-                with env.begin(write=True) as txn:
-                    self._dbs = environment.open_databases(env, txn, create=create)
-                writer.release()
-                undo.pop_all()
-            self._env, self._writer, self._base, self._known = env, writer, 0, (-1, 0)
-        return self._env
-
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[Environment]:
-        """Excludes other threads, and other processes that write or claim."""
-        with self.lock, translated(self.path):
-            env = self._environment()
-            try:
-                self._writer.acquire(self.lock_timeout_s)  # an interrupt may come as soon as it has returned
-                yield env
-            finally:
-                self._writer.release()
-
-    @contextlib.contextmanager
-    def _write(self) -> Iterator[Any]:
-        """A write transaction: committed at the end, aborted by an exception."""
-        with self._exclusive() as env, env.begin(write=True, buffers=True) as txn:
-            yield txn
-
-    @contextlib.contextmanager
-    def _read_only(self) -> Iterator[Any]:
-        """A look at the file that needs no lock and no permission to write.
-
-        A snapshot of a store that is being written may be torn while it is read: every block is recognised by its
-        own id afterwards.
-        """
-        with self.lock, translated(self.path):
-            self.close()
-            env = environment.open_environment(self.path, readonly=True)
-            try:
-                with env.begin(buffers=True) as txn:
-                    self._dbs, self._base = environment.open_databases(env, txn, create=False), 0
-                    yield txn
-            finally:
-                env.close()
-                self._dbs = {}
+            super().close()
+            self._known, self._others = (-1, 0), None
 
     @contextlib.contextmanager
     def _look(self) -> Iterator[Any]:
         """A transaction to read in: exact while the store can still change, without locks when it cannot."""
-        with self._read_only() if self.read_only or self.seal is not None else self._write() as txn:
+        with self._read() if self.read_only or self.seal is not None else self._write() as txn:
             yield txn
-
-    def last_transaction(self) -> int:
-        """A number that grows with every commit of any process; costs about a microsecond and takes no lock."""
-        with self.lock, translated(self.path):
-            return int(self._environment().info()["last_txnid"])
-
-    # -- the log -----------------------------------------------------------------------------------------
 
     def entries(self, since: int) -> list[LogEntry]:
         """The blocks from number ``since`` of the log on."""
@@ -415,7 +222,7 @@ class Store:
     def _entries(self, txn: Any, since: int) -> list[LogEntry]:
         found = []
         cursor = txn.cursor(db=self._dbs[b"ids"])
-        if cursor.set_range(_key(since)):
+        if cursor.set_range(number_key(since)):
             for key, value in cursor:
                 found.append(self._entry(txn, int.from_bytes(key, "big"), value))
         if any(entry.head.schema_id >= len(self.schemas) for entry in found):
@@ -423,39 +230,23 @@ class Store:
         return found
 
     def _entry(self, txn: Any, sequence: int, record: Any) -> LogEntry:
-        block = txn.get(_key(sequence), db=self._dbs[b"blocks"])
+        block = txn.get(number_key(sequence), db=self._dbs[b"blocks"])
         own = self._own.pop(sequence, None)
         if own is not None and block is not None and bytes(block[:ID_BYTES]) == own.head.block_id:
             return LogEntry(sequence, own.head, own.owner, self._offset(txn, block), own.indices)
-        if block is None or len(record) < _ENTRY.size or (len(record) - _ENTRY.size) % 8:
-            raise CorruptStoreError(f"{self.path}: block {sequence} is missing, or the log does not say what it holds")
-        block_id, owner, schema_id, count, nbytes, checksum = _ENTRY.unpack_from(record)
-        head = BlockHead(block_id, schema_id, count, nbytes, checksum)
-        indices = np.frombuffer(bytes(record[_ENTRY.size :]), "<i8")
-        if bytes(block[:HEAD_BYTES]) != head.pack() or len(block) != nbytes or len(indices) != count:
-            raise CorruptStoreError(f"{self.path}: block {sequence} is not what the log says")
+        where = f"{self.path}: block {sequence}"
+        if block is None:
+            raise CorruptStoreError(f"{where} is missing")
+        head, owner, indices = LogRecord.unpack(record, where)
+        if bytes(block[:HEAD_BYTES]) != head.pack() or len(block) != head.nbytes or len(indices) != head.count:
+            raise CorruptStoreError(f"{where} is not what the log says")
         # As unsigned numbers the negative ones are large: one comparison for both ends.
-        if count and int(indices.view(np.uint64).max()) >= self.identity.length:
-            raise CorruptStoreError(f"{self.path}: block {sequence} holds samples that the dataset does not have")
+        if head.count and int(indices.view(np.uint64).max()) >= self.identity.length:
+            raise CorruptStoreError(f"{where} holds samples that the dataset does not have")
         offset = self._offset(txn, block)
         if offset < 0 or (offset + HEAD_BYTES) % blocks.COLUMN_ALIGN:
-            raise CorruptStoreError(f"{self.path}: block {sequence} does not lie where a block can lie")
+            raise CorruptStoreError(f"{where} does not lie where a block can lie")
         return LogEntry(sequence, head, owner, offset, indices)
-
-    def _offset(self, txn: Any, value: Any) -> int:
-        """Where a value of LMDB lies in the file.
-
-        LMDB tells addresses. The first block is looked for in the file itself, which gives the address of the file's
-        first byte and with it every other offset, without knowing anything about LMDB's pages.
-        """
-        if not self._base:
-            first = txn.get(_key(0), db=self._dbs[b"blocks"])
-            with open(self.data_path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                offset = data.find(bytes(first[:HEAD_BYTES]))
-            if offset < 0:
-                raise CorruptStoreError(f"{self.path}: the first block is not in the file")
-            self._base = _address(first) - offset
-        return _address(value) - self._base
 
     def join(self, owner: Owner) -> None:
         """Lets the others know that there is another owner, before it claims anything."""
@@ -554,21 +345,17 @@ class Store:
         self._own.update(appended)  # now that it is committed
         return entries, totals
 
-    def _append(self, txn: Any, owner: bytes, block: bytearray, indices: Sequence[int]) -> tuple[int, _Own]:
+    def _append(self, txn: Any, owner: bytes, block: bytearray, indices: Sequence[int]) -> tuple[int, LogRecord]:
         cursor = txn.cursor(db=self._dbs[b"ids"])
         sequence = int.from_bytes(cursor.key(), "big") + 1 if cursor.last() else 0
-        head = BlockHead.read(block)
-        record = _ENTRY.pack(head.block_id, owner, head.schema_id, head.count, head.nbytes, head.checksum)
-        samples = np.asarray(indices, "<i8")
-        txn.put(_key(sequence), block, db=self._dbs[b"blocks"], append=True)
-        txn.put(_key(sequence), record + samples.tobytes(), db=self._dbs[b"ids"], append=True)
-        return sequence, _Own(head, owner, samples)
-
-    # -- schemas and totals ------------------------------------------------------------------------------
+        record = LogRecord(BlockHead.read(block), owner, np.asarray(indices, "<i8"))
+        txn.put(number_key(sequence), block, db=self._dbs[b"blocks"], append=True)
+        txn.put(number_key(sequence), record.pack(), db=self._dbs[b"ids"], append=True)
+        return sequence, record
 
     def _read_schemas(self, txn: Any) -> None:
         cursor = txn.cursor(db=self._dbs[b"schemas"])
-        if cursor.set_range(_key(len(self.schemas))):
+        if cursor.set_range(number_key(len(self.schemas))):
             for key, text in cursor:
                 if int.from_bytes(key, "big") != len(self.schemas):
                     raise CorruptStoreError(f"{self.path}: schema {len(self.schemas)} is missing")
@@ -588,7 +375,7 @@ class Store:
             with self._write() as txn:
                 self._read_schemas(txn)
                 if text not in self._schema_ids:
-                    txn.put(_key(len(self.schemas)), text, db=self._dbs[b"schemas"], append=True)
+                    txn.put(number_key(len(self.schemas)), text, db=self._dbs[b"schemas"], append=True)
             with self._write() as txn:
                 self._read_schemas(txn)
         return self._schema_ids[text]
@@ -614,15 +401,10 @@ class Store:
             self._put_counters(txn, self._counters(txn) + counters)
 
     def _counters(self, txn: Any) -> Counters:
-        record = txn.get(b"counters", db=self._dbs[b"meta"])
-        if record is None or len(record) != _COUNTERS.size:
-            raise CorruptStoreError(f"{self.path} has lost its totals")
-        return Counters(*_COUNTERS.unpack(record))
+        return Counters.unpack(txn.get(b"counters", db=self._dbs[b"meta"]), self.path)
 
     def _put_counters(self, txn: Any, counters: Counters) -> None:
-        txn.put(b"counters", _COUNTERS.pack(*counters.astuple()), db=self._dbs[b"meta"])
-
-    # -- sealing and checking ----------------------------------------------------------------------------
+        txn.put(b"counters", counters.pack(), db=self._dbs[b"meta"])
 
     def read_seal(self) -> Seal | None:
         """The seal, if anybody has set it meanwhile."""
@@ -650,8 +432,7 @@ class Store:
             with self._write() as txn:
                 value = txn.get(b"index", db=self._dbs[b"index"])
                 self.seal = Seal(self._offset(txn, value), len(value), BlockHead.read(value).block_id)
-                record = (self.seal.offset, self.seal.nbytes, self.seal.block_id)
-                txn.put(b"seal", _SEAL.pack(*record), db=self._dbs[b"meta"])
+                txn.put(b"seal", self.seal.pack(), db=self._dbs[b"meta"])
             return self.seal
 
     def sync(self) -> None:
@@ -662,11 +443,10 @@ class Store:
             self._read_meta(txn)
             if self.seal is None or not txn.get(b"boot", db=self._dbs[b"meta"]):
                 return
-        with self.lock, translated(self.path):
-            self._environment().sync(True)
-            with self._write() as txn:
-                txn.put(b"boot", b"", db=self._dbs[b"meta"])
-            self._environment().sync(True)
+        self._sync()
+        with self._write() as txn:
+            txn.put(b"boot", b"", db=self._dbs[b"meta"])
+        self._sync()
 
     def check_blocks(self) -> int:
         """Checks every block: its place, its schema, every offset in it, its checksum; and the index's.
@@ -685,7 +465,7 @@ class Store:
         for entry in entries:
             if entry.head.schema_id >= len(self.schemas):
                 raise CorruptStoreError(f"{self.path}: block {entry.sequence} has an unknown schema")
-            block = txn.get(_key(entry.sequence), db=self._dbs[b"blocks"])
+            block = txn.get(number_key(entry.sequence), db=self._dbs[b"blocks"])
             blocks.check(block, self.schemas[entry.head.schema_id], checksum=True)
         if self.seal is not None:
             index = txn.get(b"index", db=self._dbs[b"index"], default=b"")
@@ -725,7 +505,7 @@ def set_aside(path: Path, damaged: int) -> Path | None:
         damaged: ``inode`` of the store that was found damaged; if another is there now, it is left alone (``None``).
     """
     aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
-    with folder.guard(path), registry_lock:
+    with registry_lock, folder.guard(path):
         if folder.inode(path) != damaged:
             return None
         _open_stores.pop(os.path.realpath(path), None)
@@ -737,46 +517,9 @@ def _together(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def _key(number: int) -> bytes:
-    return number.to_bytes(8, "big")
-
-
-def _address(buffer: Any) -> int:
-    return int(np.frombuffer(buffer, np.uint8, 1).__array_interface__["data"][0])
-
-
-def _format_line() -> bytes:
-    return b"torchcache %d" % FORMAT_VERSION
-
-
 def boot_id() -> bytes:
     """Differs from one start of the machine to the next; empty where the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
         return b""
-
-
-def _close_handles(most: int) -> None:
-    """Closes handles until there are no more than so many. Those in use just now are left: nobody waits for them."""
-    for store in [store for store in list(_open_stores.values()) if store._env is not None][most:]:
-        if store.lock.acquire(blocking=False):
-            store.close()
-            store.lock.release()
-
-
-def _before_fork() -> None:
-    registry_lock.acquire()
-    _forking.extend(_open_stores.values())
-    for store in _forking:
-        store.lock.acquire()
-        store.close()
-
-
-def _after_fork() -> None:
-    while _forking:
-        _forking.pop().lock.release()
-    registry_lock.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
