@@ -45,9 +45,6 @@ def source(log: Path) -> Source:
     return Source(LENGTH, log, sample)
 
 
-# ---------------------------------------------------------------------------------------------- damage
-
-
 def damage(data: Path, rng: random.Random) -> None:
     """Bits, words and pages anywhere in the file, or its end cut off."""
     content = bytearray(data.read_bytes())
@@ -67,9 +64,6 @@ def damage(data: Path, rng: random.Random) -> None:
                 del content[position:]
                 break
     data.write_bytes(content)
-
-
-# ---------------------------------------------------------------------------------------------- attacks
 
 
 def attack(folder: Path, rng: random.Random) -> None:
@@ -203,9 +197,6 @@ _TARGETS: dict[bytes, Callable[[bytes, bytes, random.Random], bytes | None]] = {
     b"ids": _ids,
     b"index": _index,
 }
-
-
-# ---------------------------------------------------------------------------------------------- the program
 
 
 def read_all(cached: CachedDataset, collates: bool) -> list[Any]:

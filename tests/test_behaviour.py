@@ -99,9 +99,6 @@ def test_breaking_off_in_mid_epoch(cache_dir: Path, source: Source) -> None:
     assert_same(take_all(cached, batch_size=8), take_all(source, batch_size=8))
 
 
-# ------------------------------------------------------------------------------------------------ lengths
-
-
 def test_a_dataset_that_shrinks_ends_where_it_ends(cache_dir: Path, source: Source) -> None:
     cached = CachedDataset(source)
     cached.fill(progress=False)
@@ -141,9 +138,6 @@ def test_a_length_that_changes_between_construction_and_use(cache_dir: Path, tmp
     late = CachedDataset(Source(12, tmp_path / "a"), key="k")
     CachedDataset(Source(8, tmp_path / "b"), key="k").fill(progress=False)
     assert_same([late[i] for i in range(12)], [image_and_label(i) for i in range(12)])
-
-
-# ------------------------------------------------------------------------------------------- random numbers
 
 
 def states() -> list[Any]:

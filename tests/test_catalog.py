@@ -79,9 +79,6 @@ def another_process(work: Callable[[], object]) -> Iterator[int]:
         process.join()
 
 
-# ---------------------------------------------------------------------------------------------- in use
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_process_that_uses_a_store_can_be_seen_until_it_dies(cache_dir: Path, source: Source, complete: bool) -> None:
     path = filled(source, None if complete else range(50))
@@ -172,9 +169,6 @@ def test_a_sealed_store_takes_one_descriptor(cache_dir: Path, source: Source) ->
     assert open_descriptors() == before + 1
     cached.close()
     assert open_descriptors() == before
-
-
-# ---------------------------------------------------------------------------------------------- the list
 
 
 def test_what_is_told_of_a_store(cache_dir: Path, source: Source) -> None:
@@ -293,9 +287,6 @@ def test_the_description_names_every_leaf(cache_dir: Path, tmp_path: Path) -> No
     total = [sum(column.nbytes for s in described.schemas for column in s.columns if column.name == n) for n in columns]
     assert total == [sum(8 * (i % 7) for i in range(LENGTH)), sum(len(str(i)) for i in range(LENGTH)), 8 * LENGTH]
     assert described.block_bytes > sum(total)
-
-
-# ---------------------------------------------------------------------------------------------- verification
 
 
 @pytest.mark.parametrize("indices", [None, range(50)])
@@ -433,9 +424,6 @@ def test_damage_anywhere_is_an_error_of_ours(cache_dir: Path, source: Source) ->
     process.start()
     process.join()
     assert process.exitcode == 0  # neither another error, nor a signal
-
-
-# ---------------------------------------------------------------------------------------------- removal
 
 
 def test_only_stores_are_removed(tmp_path: Path, cache_dir: Path, source: Source) -> None:

@@ -39,9 +39,6 @@ def changing(index: int) -> Any:
 MAKERS = [image_and_label, ragged, changing]
 
 
-# ---------------------------------------------------------------------------------------------- samples
-
-
 @pytest.mark.parametrize("make", MAKERS)
 def test_samples_are_the_datasets_own(cache_dir: Path, tmp_path: Path, make: Any) -> None:
     source = Source(30, tmp_path / "reads", make)
@@ -329,9 +326,6 @@ def test_slices_and_lists_are_the_datasets_business(cache_dir: Path) -> None:
         CachedDataset(source, transform=len)[2:4]
 
 
-# ---------------------------------------------------------------------------------------------- options
-
-
 def test_transform_is_applied_on_every_read(cache_dir: Path, source: Source) -> None:
     calls = []
     cached = CachedDataset(source, transform=lambda sample: calls.append(1) or (sample[0] + len(calls), sample[1]))
@@ -457,9 +451,6 @@ def test_a_dataset_that_grows(cache_dir: Path, source: Source) -> None:
     assert sum(1 for _ in cached) == LENGTH + 4
 
 
-# ---------------------------------------------------------------------------------------------- a wrapper
-
-
 def test_attributes_fall_through(cache_dir: Path, source: Source) -> None:
     source.classes = ["a", "b"]  # type: ignore[attr-defined]
     cached = CachedDataset(source)
@@ -568,9 +559,6 @@ def test_cache_dir_is_read_when_the_object_is_made(tmp_path: Path, source: Sourc
     monkeypatch.delenv("CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "three"))
     assert CachedDataset(source).path.is_relative_to(tmp_path / "three")
-
-
-# ---------------------------------------------------------------------------------------------- bad input
 
 
 class Iterable(IterableDataset[int]):

@@ -87,9 +87,6 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-# -- what the pages take for granted -------------------------------------------------------------------------
-
-
 def mnist(folder: Path) -> dict[str, Any]:
     """MNIST's files with 64 samples, where the page would download them to."""
     raw = folder / "data" / "MNIST" / "raw"
@@ -217,9 +214,6 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.multiprocessing.set_start_method("fork", force=True)
     yield
     torch.multiprocessing.set_start_method(before, force=True)
-
-
-# -- the pages -----------------------------------------------------------------------------------------------
 
 
 def runs(page: Path) -> bool:

@@ -39,9 +39,6 @@ def check(cached: Any) -> None:
     assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
 
 
-# ---------------------------------------------------------------------------------------------- file systems
-
-
 @pytest.fixture
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has the folder given as mounted with a file system of this type."""
@@ -126,9 +123,6 @@ def test_a_dataset_in_the_stores_folder_is_refused(tmp_path: Path) -> None:
     root.mkdir(parents=True)
     with pytest.raises(ValueError, match="lie one inside the other"):
         CachedDataset(Rooted(root, tmp_path / "reads"), cache_dir=tmp_path, key="k")
-
-
-# ---------------------------------------------------------------------------------------------- other users
 
 
 def as_user(uid: int, gid: int, function: Any) -> None:
@@ -231,9 +225,6 @@ def test_a_strangers_folder_that_all_can_write_to(cache_dir: Path, source: Sourc
     check(CachedDataset(source, check=0, trust=True))
     check(CachedDataset.open(cached.path, trust=True))
     assert source.reads().total() == before + LENGTH
-
-
-# ---------------------------------------------------------------------------------------------- limits
 
 
 def test_a_sample_larger_than_a_value_can_be(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

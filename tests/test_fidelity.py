@@ -321,9 +321,6 @@ def test_annotations_share_a_schema() -> None:
     assert len({flatten(TYPES["annotations"](i))[0] for i in range(1, 9)}) == 1
 
 
-# ---------------------------------------------------------------------------------------------- refusals
-
-
 def non_leaf_subclass() -> Any:
     return torch.nn.Parameter(torch.ones(2)).as_subclass(MetaTensor)
 
@@ -371,9 +368,6 @@ def test_what_cannot_be_stored_exactly_is_refused(make: Any, match: str) -> None
     flatten([np.zeros(2, np.int32), np.zeros(1, np.rec.array([(1, 2.0)]).dtype.descr)])  # dtypes that are equal to some
     with pytest.raises(errors.UnsupportedSampleError, match=match):
         flatten({"x": [make()]})
-
-
-# ------------------------------------------------------------------------------------ classes of a user's own
 
 
 class Scan:
@@ -497,9 +491,6 @@ def test_sparse_indices_are_checked() -> None:
     rebuild = Schema(spec, (None,) * 4).rebuild
     with pytest.raises(errors.CorruptStoreError, match="cannot be made"):
         rebuild([torch.tensor([[0, 9], [1, 1]]), torch.ones(2), 2, 3])
-
-
-# ------------------------------------------------------------------------------------------------- pickle
 
 
 class Opaque:

@@ -29,9 +29,6 @@ def file_of(cached: CachedDataset, other: owner.Owner) -> Path:
     return cached.path / "owners" / f"{other.id.hex()}.lock"
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 @pytest.mark.parametrize("count", [0, 1, 64, 1022, 1023, 1024, 5000])
 def test_claims_are_read_as_written(tmp_path: Path, count: int) -> None:
     mine = owner.Owner(tmp_path / "owners")
@@ -149,9 +146,6 @@ def test_more_owners_than_files_are_kept_open(cache_dir: Path, source: Source, m
     mine.release()
     assert_same(cached.__getitems__(list(range(LENGTH))), [image_and_label(i) for i in range(LENGTH)])
     assert source.reads() == Counter(range(LENGTH))
-
-
-# ---------------------------------------------------------------------------------------------- processes
 
 
 class Held(Source):

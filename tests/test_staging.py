@@ -87,9 +87,6 @@ def staged(cache_dir: Path) -> dict[str, bytes]:
     return content(copy)
 
 
-# -- copies and their upkeep -----------------------------------------------------------------------------------
-
-
 def test_a_prefix_is_listed_once_and_copied_largest_first(cache_dir: Path, s3: S3Server) -> None:
     folder = stage(URL, storage_options=s3.storage_options, workers=1)
     assert folder.parent == cache_dir / "staged"
@@ -230,9 +227,6 @@ def test_the_bar_on_a_terminal(cache_dir: Path, near: Path, monkeypatch: pytest.
     assert (b"train-" in shown and b"100%" in shown) is progress
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", ["../../etc/x", "/etc/x", "0"])
 def test_hostile_keys_are_refused(cache_dir: Path, tmp_path: Path, s3: S3Server, key: str) -> None:
     s3.put("bucket", f"train/{key}", b"hostile")
@@ -334,9 +328,6 @@ def test_arguments() -> None:
     assert "StagingError" in errors.__all__
 
 
-# -- S3: sums and faults ---------------------------------------------------------------------------------------
-
-
 def corrupting(server: S3Server, name: str, times: int) -> None:
     """Makes the server give other bytes of the right number for a file, so many times."""
     left = [times]
@@ -411,9 +402,6 @@ def test_a_store_that_forbids_is_asked_once(cache_dir: Path, s3: S3Server) -> No
     with pytest.raises(StagingError, match=r"bucket/train/0/3\.bin cannot be read: PermissionError"):
         stage(URL, storage_options=s3.storage_options)
     assert sum(path.endswith("3.bin") for _, path, _ in s3.requests) == 1
-
-
-# -- HTTP: a server that misbehaves ----------------------------------------------------------------------------
 
 
 def test_a_web_server(cache_dir: Path, web: WebServer) -> None:
@@ -507,9 +495,6 @@ def test_pauses_leave_the_global_generator_alone() -> None:
     stop.set()
     with pytest.raises(retry.Cancelled):
         retry.with_retries("it", call, stop)
-
-
-# -- several processes, and killed ones ------------------------------------------------------------------------
 
 
 class Jobs:

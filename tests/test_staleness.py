@@ -157,9 +157,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
         CachedDataset(source, on_unsupported="ignore")  # type: ignore[arg-type]
 
 
-# -- what cannot be cached -------------------------------------------------------------------------------
-
-
 def some_unsupported(index: int) -> Any:
     return (torch.ones(2) * index, object if index % 5 == 3 else index)
 
@@ -189,9 +186,6 @@ def test_by_default_it_is_an_error(cache_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedSampleError, match=r"sample\[1\]: builtins.type"):
         list(DataLoader(cached, 6, collate_fn=list))
     assert cached.stats.samples_cached == 5
-
-
-# -- unusual sources -------------------------------------------------------------------------------------
 
 
 class Collating(Source):
@@ -310,9 +304,6 @@ def test_a_source_that_reuses_its_memory_is_cached_right(cache_dir: Path, tmp_pa
     assert_same([cached[i] for i in range(LENGTH)], [image_and_label(i) for i in range(LENGTH)])
 
 
-# -- a duty is one process's -----------------------------------------------------------------------------
-
-
 def take(duty: Any, taken: Any) -> None:
     taken.put(duty.take())
     taken.close()
@@ -344,9 +335,6 @@ def test_equal_sets_in_another_order_are_equal() -> None:
     assert difference([1, a], [1, b]) == ""
     assert difference([1, a], [1, {0, 9}]).startswith("sample[1] is ")
     assert difference({"a": 1, "b": 2}, {"b": 2, "a": 1}).startswith("sample is ")
-
-
-# -- who compares ----------------------------------------------------------------------------------------
 
 
 class Opening(Source):

@@ -37,9 +37,6 @@ def check(cached: CachedDataset) -> None:
     assert_same([y for _, y in DataLoader(cached, batch_size=50)], [torch.arange(50) % 10 for _ in range(LENGTH // 50)])
 
 
-# ---------------------------------------------------------------------------------------------- not a store
-
-
 @pytest.mark.parametrize("content", [b"something else", b"\0" * 10_000, os.urandom(8192)])
 def test_a_file_of_something_else(cache_dir: Path, source: Source, content: bytes) -> None:
     cached = filled(source)
@@ -104,9 +101,6 @@ def test_an_interrupted_creation_is_completed(cache_dir: Path, source: Source, s
     elif step == "no meta":
         lmdb.open(str(folder), max_dbs=1).close()
     check(CachedDataset(source))
-
-
-# ---------------------------------------------------------------------------------------------- damage
 
 
 def test_an_overwritten_beginning_is_damage(cache_dir: Path, source: Source) -> None:
@@ -284,9 +278,6 @@ def test_damage_that_shows_while_training(cache_dir: Path, tmp_path: Path) -> No
     assert len(caught) == 1
     with pytest.raises(errors.CorruptStoreError):
         list(CachedDataset.open(cached.path))
-
-
-# ---------------------------------------------------------------------------------------------- permissions and space
 
 
 @as_root

@@ -38,9 +38,6 @@ def saved(cached: CachedDataset) -> int:
     return info.hits
 
 
-# ---------------------------------------------------------------------------------------------- served
-
-
 def test_hits_are_recorded_when_a_dataset_is_closed(full: CachedDataset) -> None:
     assert saved(full) == 0
     for index in range(30):
@@ -201,9 +198,6 @@ def test_the_file_belongs_to_the_store(full: CachedDataset) -> None:
     folder.refuse_foreign(full.path)
     catalog.destroy(full.path)
     assert not full.path.exists()
-
-
-# ---------------------------------------------------------------------------------------------- the key
 
 
 class Photos(torch.utils.data.Dataset[Any]):

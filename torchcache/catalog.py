@@ -215,9 +215,6 @@ def _disk_bytes(path: Path) -> int:
     return total
 
 
-# ---------------------------------------------------------------------------------------------- removal
-
-
 @dataclass(frozen=True)
 class Pruned:
     """What ``prune`` has done, or would do.
@@ -299,9 +296,6 @@ def _destroyed(path: Path) -> bool:
             return False
         raise
     return True
-
-
-# ---------------------------------------------------------------------------------------------- warming
 
 
 def data_bytes(path: Path) -> int:

@@ -241,9 +241,6 @@ def run_doctor(cache_dir: CacheDir = None, json: Json = False) -> None:
         raise typer.Exit(PROBLEM)
 
 
-# ---------------------------------------------------------------------------------------------- in common
-
-
 def main() -> None:
     """Runs the command; a user's mistake is a line on stderr, and an exit status."""
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"torchcache: {message}", err=True)

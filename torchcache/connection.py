@@ -130,8 +130,6 @@ class Connection:
         """One of its own, for a copy of the dataset: not open."""
         return copy.copy(self)
 
-    # -- opening -----------------------------------------------------------------------------------------
-
     @property
     def exists(self) -> bool:
         """Whether there is something that may be a store."""
@@ -260,8 +258,6 @@ class Connection:
             self.leave(str(error))
         except CorruptStoreError as error:
             self.bypass(error)
-
-    # -- doing without -----------------------------------------------------------------------------------
 
     def _warn_of_folder(self) -> None:
         risk = filesystem.risk(self.path)

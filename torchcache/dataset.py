@@ -205,8 +205,6 @@ class CachedDataset(Dataset[Any]):
         first, rest = found
         return cls(first, rest, **{"name": type(dataset).__name__, **kwargs})
 
-    # -- the store ---------------------------------------------------------------------------------------
-
     @property
     def path(self) -> Path:
         """The store's folder."""
@@ -314,8 +312,6 @@ class CachedDataset(Dataset[Any]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- reading -----------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         self._connection.look_for_changes()  # samplers ask for it at the start of an epoch
         return self._serving.length
@@ -346,8 +342,6 @@ class CachedDataset(Dataset[Any]):
             f"read of {self.path.name}: call it in your collate_fn or on the device, or read single samples through a "
             f"CachedDataset of the same dataset without it"
         )
-
-    # -- a wrapper's duties ------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         # Only what is not found here; never while unpickling, when there is no dataset yet.

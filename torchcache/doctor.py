@@ -16,8 +16,8 @@ from typing import Literal
 
 from torchcache import catalog, environment, filesystem, pagecache, store
 from torchcache._version import __version__
+from torchcache.admission import DISK_RESERVE
 from torchcache.errors import StoreUnavailableError
-from torchcache.fill import DISK_RESERVE
 from torchcache.folder import refuse_strangers
 
 SHARED_MEMORY = Path("/dev/shm")

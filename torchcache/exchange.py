@@ -143,8 +143,6 @@ class ExchangeLoader:
             dist.destroy_process_group(self._group)
             self._group = self._delivery = None
 
-    # -- one step ----------------------------------------------------------------------------------------
-
     def _delivered(self, plan: Plan, steps: range) -> Iterator[Any]:
         """Serves everybody's batches of these steps, and gives ours."""
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
-import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
@@ -23,8 +20,9 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.data import get_worker_info
 
 from torchcache import owner as owners
+from torchcache.admission import Admission
 from torchcache.buffer import LATEST_S, Buffer, Flusher
-from torchcache.errors import CacheBypassWarning, StoreError, StoreUnavailableError, UnsupportedSampleError
+from torchcache.errors import StoreError, StoreUnavailableError, UnsupportedSampleError
 from torchcache.flatten import Flat, flatten_many
 from torchcache.folder import OWNERS
 from torchcache.owner import Owner
@@ -33,15 +31,12 @@ from torchcache.reader import Reader
 from torchcache.records import Claim, Counters, LogEntry, Seal
 from torchcache.source import Source
 from torchcache.store import Store
+from torchcache.waiting import Activity, Waiting
 
 CLAIM_TIMEOUT_S = 60.0  # by default; reading and publishing a batch takes less
-DISK_RESERVE = 0.05  # share of the disk that is left free
 MOST_CLAIMS_KEPT = 4096  # before those are dropped that count no more; else that is when we have none
 # After multiprocessing has removed its temporary files (-100): a main process that was interrupted waits for no worker.
 AT_EXIT = -200
-LOOK_EVERY_BYTES = 1 << 20  # of growth of the store: how often to look at the disk
-POLL_FIRST_S, POLL_LAST_S = 0.000_2, 0.02  # how often a waiting process looks at the log
-PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owner lives, and how often
 
 logger = logging.getLogger("torchcache")
 
@@ -85,30 +80,24 @@ class Filler:
         self.source = source
         self._store = store
         self._reader = reader
-        self._max_bytes = max_bytes
+        self._admission = Admission(store.path, max_bytes)
         self._on_unsupported = on_unsupported
         self.claim_timeout_s = claim_timeout_s
         store.lock_timeout_s = min(store.lock_timeout_s, claim_timeout_s)
-        self._warned_uncached = False
         self._owners = store.path / OWNERS
         self._lock = threading.RLock()
         self._buffer = Buffer()
         self._flusher: Flusher | None = None
         self._owner: Owner | None = None
         self._reading: dict[int, list[int]] = {}  # what each thread has claimed and is reading
-        self._last_seen: dict[bytes, float] = {}  # when an owner last published, as far as we know
+        self._activity = Activity()
         self._uncounted = Counters()  # reads whose samples were not published
-        self._next_look = 0  # size of the store at which to look again how full the disk is
         self._unsealable = False
-        self._refused = ""  # why nothing more is admitted
-        self._unsaid = ""  # the warning about it, if the caller's thread has not given it yet
         _fillers.add(self)
 
     @property
     def admitting(self) -> bool:
-        return not self._refused and not self._store.read_only
-
-    # -- reading through the source ----------------------------------------------------------------------
+        return not self._admission.refused and not self._store.read_only
 
     def fetch(self, wanted: Sequence[int], *, wait: bool = True) -> Fetched:
         """Gets samples into the store, or at least from the source.
@@ -124,15 +113,15 @@ class Filler:
             Whatever the source raises; the samples read before are kept.
         """
         samples: dict[int, Any] = {}
-        waiting = _Waiting(self)
+        waiting = Waiting(self._store, self._activity, self.claim_timeout_s)
         while True:
-            self._say()
+            self._admission.say()
             # Of a whole batch in the epoch that fills, the claim finds out what is missing.
             fresh = not samples and len(wanted) and not self._reader.holds(wanted[0])
             remaining = wanted if fresh else self._reader.missing([i for i in wanted if i not in samples])
             if not remaining:
                 return Fetched(samples)
-            if self._store.read_only and not self._refused:
+            if self._store.read_only and not self._admission.refused:
                 self._refuse(StoreUnavailableError(self._store.read_only))
                 continue
             if not self.admitting:
@@ -145,7 +134,7 @@ class Filler:
                 return fetched
             samples.update(fetched.samples)
 
-    def _fetch_some(self, wanted: Sequence[int], waiting: _Waiting | None) -> Fetched | None:
+    def _fetch_some(self, wanted: Sequence[int], waiting: Waiting | None) -> Fetched | None:
         """Claims and reads what nobody has claimed; if that is nothing, waits a while (``None``: shall not wait)."""
         try:
             try:
@@ -195,9 +184,7 @@ class Filler:
             return
         with self._store.lock:
             self._reader.apply(entries)
-        now = time.monotonic()
-        for entry in entries:
-            self._last_seen[entry.owner] = now
+        self._activity.note(entry.owner for entry in entries)
 
     def _bypass(self, indices: Sequence[int]) -> dict[int, Any]:
         read = self.source.read(indices)
@@ -225,19 +212,12 @@ class Filler:
         if unsupported is not None:
             if self._on_unsupported == "error":
                 raise unsupported
-            self._serve_uncached(f"{unsupported} (on_unsupported='bypass')")
+            self._admission.say_uncached(f"{unsupported} (on_unsupported='bypass')")
         if len(kept) < count:
-            self._serve_uncached(f"{self._store.path} takes no sample of more than {LARGEST_SAMPLE_BYTES:,} bytes")
+            reason = f"{self._store.path} takes no sample of more than {LARGEST_SAMPLE_BYTES:,} bytes"
+            self._admission.say_uncached(reason)
         whole = len(flats) == 1 and len(kept) == len(indices)
         return Fetched(read.samples, flats[0] if whole else None)
-
-    def _serve_uncached(self, reason: str) -> None:
-        if not self._warned_uncached:
-            self._warned_uncached = True
-            message = f"{reason}: such samples are read from the source each epoch"
-            warnings.warn(message, CacheBypassWarning, stacklevel=2)
-
-    # -- publishing --------------------------------------------------------------------------------------
 
     def _publish(self, samples: list[Flat], reads: Counters) -> None:
         """Appends samples to the store. If that is not possible, says so once, and nothing more is admitted.
@@ -248,15 +228,15 @@ class Filler:
             while any(flat.indices for flat in samples):
                 prepared = pack(samples, self._store)
                 entries, totals = self._store.publish(
-                    self._own().id, self._reader.sequence, prepared, reads + self._uncounted, self._admits
+                    self._own().id, self._reader.sequence, prepared, reads + self._uncounted, self._admission.admits
                 )
                 if totals is not None:
                     self._uncounted = Counters()
                     self._seal_if_complete(totals)
                     return
                 self._learn(entries)
-                if self._refused:
-                    raise StoreUnavailableError(self._refused)
+                if self._admission.refused:
+                    raise StoreUnavailableError(self._admission.refused)
                 before = sum(len(flat.indices) for flat in samples)
                 samples = [self._unpublished(flat) for flat in samples]
                 reads += Counters(duplicate_reads=before - sum(len(flat.indices) for flat in samples))
@@ -269,31 +249,10 @@ class Filler:
         left = set(self._reader.missing(samples.indices))
         return samples.rows([row for row, index in enumerate(samples.indices) if index in left])
 
-    def _admits(self, nbytes: int) -> bool:
-        if self._max_bytes is not None and nbytes > self._max_bytes:
-            self._refused = f"max_bytes={self._max_bytes} is reached"
-        if nbytes >= self._next_look:
-            self._next_look = nbytes + LOOK_EVERY_BYTES
-            disk = shutil.disk_usage(self._store.path)
-            if disk.free < DISK_RESERVE * disk.total:
-                self._refused = f"less than {DISK_RESERVE:.0%} of the disk is free"
-        return not self._refused
-
     def _refuse(self, error: BaseException) -> None:
-        """Admits nothing more, and says so once, with the cause and the remedy."""
-        self._refused = str(error)
+        """Admits nothing more, and gives up what we have claimed."""
+        self._admission.refuse(error, f"{self._reader.count} of {self._store.identity.length} samples are cached")
         self._disown()
-        cached = f"{self._reader.count} of {self._store.identity.length} samples are cached"
-        self._unsaid = (
-            f"{self._store.path} takes no more samples: {error}. {cached}; the others are read from the source "
-            f"each epoch. Give the cache more room, or put it elsewhere with CACHE_DIR or cache_dir="
-        )
-
-    def _say(self) -> None:
-        """Gives the warning in the caller's thread, where it can be caught or made an error."""
-        if self._unsaid:
-            message, self._unsaid = self._unsaid, ""
-            warnings.warn(message, CacheBypassWarning, stacklevel=2)
 
     def _seal_if_complete(self, totals: Counters) -> None:
         if totals.samples >= self._store.identity.length:
@@ -328,8 +287,6 @@ class Filler:
             self._store.path, totals.samples, totals.nbytes, totals.source_reads, totals.source_seconds,
         )  # fmt: skip
 
-    # -- what waits to be published ----------------------------------------------------------------------
-
     def _keep(self, samples: list[Flat], reads: Counters) -> None:
         """Publishes samples, or keeps copies for a block that they will share with others."""
         with self._lock:
@@ -363,8 +320,6 @@ class Filler:
         if self._flusher is not None:
             self._flusher.stop()
             self._flusher = None
-
-    # -- the owner ---------------------------------------------------------------------------------------
 
     @property
     def uncounted(self) -> Counters:
@@ -412,7 +367,7 @@ class Filler:
             self._disown()
             if self._reader.complete and get_worker_info() is None:  # a worker's end is waited for
                 self._sync()
-        self._say()
+        self._admission.say()
 
     def _count(self) -> None:
         try:
@@ -427,8 +382,6 @@ class Filler:
         except StoreError as error:
             logger.info("%s: %s; it is checked again if the machine is restarted", self._store.path, error)
 
-    # -- forks -------------------------------------------------------------------------------------------
-
     def before_fork(self) -> None:
         self._lock.acquire()
         self.flush()
@@ -441,42 +394,6 @@ class Filler:
                 self._owner = None
             self._uncounted = Counters()
         self._lock.release()
-
-
-class _Waiting:
-    """Waits for what others have claimed, for one call of ``fetch``."""
-
-    def __init__(self, filler: Filler) -> None:
-        self.usurped: frozenset[bytes] = frozenset()
-        self._filler = filler
-        self._pause = POLL_FIRST_S
-        self._started = self._next_probe = 0.0
-
-    def wait(self, holders: set[bytes], known_until: int) -> None:
-        """Waits until the log has grown, or one of the owners has been found dead or stopped.
-
-        Args:
-            holders: the owners.
-            known_until: the number of the last transaction before it was seen that they hold what we want.
-        """
-        if not self._started:
-            self._started = time.monotonic()
-            self._next_probe = self._started + PROBE_AFTER_S
-        while self._filler._store.last_transaction() == known_until:
-            time.sleep(self._pause)
-            self._pause = min(2 * self._pause, POLL_LAST_S)
-            if time.monotonic() >= self._next_probe:
-                gone = {owner for owner in holders if self._is_gone(owner)}
-                self._next_probe = time.monotonic() + PROBE_EVERY_S
-                if gone:
-                    self.usurped |= gone
-                    return
-
-    def _is_gone(self, owner: bytes) -> bool:
-        seen = max(self._started, self._filler._last_seen.get(owner, 0.0))
-        return time.monotonic() - seen > self._filler.claim_timeout_s or not owners.is_alive(
-            self._filler._owners, owner
-        )
 
 
 def _take_apart(samples: dict[int, Any], allow_pickle: bool) -> tuple[list[Flat], UnsupportedSampleError | None]:

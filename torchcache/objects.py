@@ -87,8 +87,6 @@ def _called(cls: Callable[..., Any]) -> Callable[[], Make]:
     return lambda: lambda parts: cls(*parts)
 
 
-# ------------------------------------------------------------------------------------------ standard library
-
 _FACTORIES = {
     f.__name__: f for f in (list, dict, set, frozenset, tuple, int, float, bool, str, bytes, OrderedDict, deque)
 }
@@ -163,9 +161,6 @@ def _make_enum(module: str, qualname: str) -> Make:
     return lambda parts: cls(parts[0]) if type(parts[0]) is int else members[parts[0]]
 
 
-# -------------------------------------------------------------------------------------------- a user's own
-
-
 def _is_plain_dataclass(cls: type) -> bool:
     """Whether objects of a dataclass are nothing but their fields."""
     if not dataclasses.is_dataclass(cls) or cls.__new__ is not object.__new__:
@@ -237,9 +232,6 @@ def _make_registered(module: str, qualname: str) -> Make:
             f"torchcache.register before opening the store"
         )
     return lambda parts: found.unflatten(parts[0], parts[1])
-
-
-# ------------------------------------------------------------------------------------------ NumPy and PyTorch
 
 
 def _take_masked(x: Any) -> Taken:
@@ -327,9 +319,6 @@ def _make_subclass(module: str, qualname: str, requires_grad: int) -> Make:
     return make
 
 
-# ------------------------------------------------------------------------------------------------- Pillow
-
-
 def _take_pil(x: Any) -> Taken:
     x.load()  # a lazily opened file keeps its descriptor, and its pixels may be gone by the time they are read
     palette = None
@@ -357,8 +346,6 @@ def _make_pil(mode: str) -> Make:
 def _is_pil(cls: type) -> bool:
     return "PIL.Image" in sys.modules and issubclass(cls, sys.modules["PIL.Image"].Image)
 
-
-# ------------------------------------------------------------------------------------------------ the table
 
 _BY_CLASS: dict[type, Rule] = {
     set: Rule("set", lambda x: ((), [list(x)]), _called(set)),

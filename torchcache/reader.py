@@ -76,8 +76,6 @@ class Reader:
         else:
             self.load_index(seal, verify=seal.nbytes <= VERIFIED_BYTES)
 
-    # -- the log and the index ---------------------------------------------------------------------------
-
     def apply(self, entries: Sequence[LogEntry]) -> None:
         """Learns of blocks, in the order of the log."""
         places = self._places
@@ -148,8 +146,6 @@ class Reader:
         self.count = self.length
         only = self._places.only
         self.read = None if only is None else reading(only, data)
-
-    # -- reading -----------------------------------------------------------------------------------------
 
     def find(self, indices: Sequence[int] | torch.Tensor) -> Rows | None:
         """The rows of samples that are all cached and share a schema.
@@ -342,8 +338,6 @@ class Reader:
             rows = max(len(elements) - math.prod(shape) + 1, 0)
             window = self._windows[column] = elements.as_strided((rows, *shape), (1, *strides))
         return window
-
-    # -- the map -----------------------------------------------------------------------------------------
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """A view of a part of the file.

@@ -51,8 +51,6 @@ class Samples:
         assert cache is not None
         return cache.store.identity.length
 
-    # -- one by one --------------------------------------------------------------------------------------
-
     def item(self, index: Any, transform: Transform) -> Any:
         """What ``ds[index]`` is."""
         cache = self._connection.ready
@@ -91,8 +89,6 @@ class Samples:
         if transform is not None:
             raise TypeError(f"transform= works on single samples, and {type(index).__name__} is not a sample's index")
         return self._connection.read_source(index)
-
-    # -- by batch ----------------------------------------------------------------------------------------
 
     def batch(self, indices: Sequence[Any], transform: Transform, *, to_collate: bool) -> Any:
         """The samples of a batch, or, ``to_collate``, what stands for them until ``default_collate``."""
@@ -144,8 +140,6 @@ class Samples:
         """Whether samples are cached that the dataset no longer has."""
         return self._dataset is not None and len(self._dataset) < cache.store.identity.length
 
-    # -- from a worker -----------------------------------------------------------------------------------
-
     def recipe(self, indices: Sequence[Any], fetcher: FrameType) -> Recipe | None:
         """What a worker sends in the place of a batch; ``None`` if that cannot be, or would be slower.
 
@@ -184,8 +178,6 @@ class Samples:
             return batch
         self._served.misses += len(indices)
         return default_collate([self._connection.read_source(index) for index in indices.tolist()])
-
-    # -- through the store -------------------------------------------------------------------------------
 
     def at(self, positions: Sequence[Any], transform: Transform, *, to_collate: bool = False) -> list[Any]:
         """Samples as the dataset gives them, with ``transform`` applied.

@@ -89,8 +89,6 @@ def _rebuilt(compose: Any, steps: list[Any]) -> Any:
     return rebuilt
 
 
-# -- the transforms of a dataset -------------------------------------------------------------------------
-
 _ATTRIBUTES = ("transform", "target_transform", "transforms")  # as torchvision calls them
 _numbers = itertools.count()
 _Path = tuple[Any, ...]

@@ -64,9 +64,6 @@ def in_group(function: Callable[..., None], *arguments: Any) -> Any:
     return process
 
 
-# ---------------------------------------------------------------------------------------------- many
-
-
 def epoch(source: Source, cache_dir: Path, seed: int, num_workers: int, rank: int = 0, ranks: int = 1) -> None:
     cached = CachedDataset(source, cache_dir=cache_dir, check=0)
     sampler: Any = DistributedSampler(range(len(source)), ranks, rank, seed=seed)
@@ -137,9 +134,6 @@ def test_two_jobs_of_four_ranks_of_four_workers(tmp_path: Path, record: list[str
     check_all(killed, tmp_path / "killed")
     again = killed.reads().total() - 4000
     record.append(f"the same, 7 jobs killed and restarted: every sample right, {again} read again")
-
-
-# ---------------------------------------------------------------------------------------------- death
 
 
 def fill(source: Source, cache_dir: Path, seed: int, started: Any) -> None:
@@ -284,9 +278,6 @@ def test_ctrl_c(tmp_path: Path, record: list[str]) -> None:
     record.append(
         f"5 SIGINTs to 2 ranks x 4 workers, {more} of them repeated: nothing left over, {again} of 15,000 read again"
     )
-
-
-# ---------------------------------------------------------------------------------------------- stopped, and apart
 
 
 class Stopping(Source):
