@@ -143,7 +143,7 @@ def late(folder: Path) -> None:
     def fails(out: torch.Tensor) -> None:
         raise OSError("the disk is away")
 
-    delivery = Delivery(dist.group.WORLD, RANK)
+    delivery = Delivery(dist.new_group(), RANK)
     message = Message([Later(128, fails)], 128) if RANK == 1 else NOTHING
     delivery.announce([message.nbytes] * WORLD)
     delivery.write([message] * WORLD, None)
@@ -151,6 +151,7 @@ def late(folder: Path) -> None:
     own, others = r"^the disk is away$", r"^rank 1 could not read a sample of this step: OSError: the disk is away$"
     with pytest.raises(OSError if RANK == 1 else RuntimeError, match=own if RANK == 1 else others):
         delivery.finish()
+    delivery.close()
 
 
 def part(folder: Path) -> None:
@@ -206,8 +207,8 @@ def whole(folder: Path) -> None:
         plain = DataLoader([image_and_label(i) for i in range(64)], 4, sampler=sampler)
         before = threads_of_gloo()
         loader = ExchangeLoader(cached, sampler, 4)
-        assert threads_of_gloo() > before
         assert_same(list(loader), list(plain))
+        assert threads_of_gloo() > before
         loader.close()
         assert threads_of_gloo() == before  # though the loader lives
         loader.close()  # once more does nothing

@@ -187,6 +187,32 @@ for batch in DataLoader(cached, batch_size=8, shuffle=True, num_workers=int(sys.
 """
 
 
+# Imports beforehand decide in which order things are closed when the interpreter ends.
+UNCLOSED = """
+import {first}
+import sys
+from pathlib import Path
+from helpers import Source
+from torchcache import CachedDataset
+cached = CachedDataset(Source(20, Path(sys.argv[1])), check=0)
+for i in range(7):
+    cached[i]
+"""
+
+
+@pytest.mark.parametrize("first", ["weakref; weakref.finalize(Exception, print).detach()", "multiprocessing.util"])
+def test_a_script_that_closes_nothing_keeps_what_it_has_read(cache_dir: Path, tmp_path: Path, first: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", UNCLOSED.format(first=first), str(tmp_path / "reads")]
+    done = subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    source = Source(20, tmp_path / "reads")
+    with CachedDataset(source, check=0) as cached:
+        assert cached.stats.samples_cached == 7
+        samples = [cached[i] for i in range(20)]
+    assert_same(samples, [image_and_label(i) for i in range(20)])
+    assert source.reads() == Counter(range(20))
+
+
 def start_filling(reads: Path, num_workers: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", FILL, str(reads), str(num_workers)],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -27,12 +29,13 @@ class Delivery:
     may write the next messages.
 
     Args:
-        group: the process group; used by nobody else.
+        group: the process group; used and held by nobody else.
         rank: this process's.
     """
 
     def __init__(self, group: Any, rank: int) -> None:
         self._group = group
+        self._process = os.getpid()
         self._rank = rank
         self._expected: list[int] = []  # bytes of the next message from each rank
         self._written = self._sent = self._got = torch.empty(0, dtype=torch.uint8)
@@ -40,6 +43,22 @@ class Delivery:
         self._failure: BaseException | None = None  # of what is written
         self._sent_failure: BaseException | None = None
         self._work: Any = None
+
+    @property
+    def closed(self) -> bool:
+        return self._group is None
+
+    def close(self) -> None:
+        """Ends the process group, and with it its threads.
+
+        One of them that lets go of a tensor while the interpreter ends would abort the process.
+        """
+        if self._group is None or os.getpid() != self._process:  # in a forked child there are no such threads
+            return
+        group, self._group, self._work = self._group, None, None
+        if dist.is_initialized():
+            with contextlib.suppress(ValueError):  # all groups have been ended
+                dist.destroy_process_group(group)
 
     def announce(self, sizes: Sequence[int]) -> None:
         """Tells each rank how many bytes the first message to it will have."""

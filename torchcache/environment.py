@@ -6,13 +6,13 @@ import contextlib
 import fcntl
 import os
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
+from torchcache.descriptors import close_with
 from torchcache.errors import CorruptStoreError, NotAStoreError, StoreError, StoreUnavailableError
 
 Environment = lmdb.Environment
@@ -48,7 +48,7 @@ class WriterLock:
         except OSError as error:
             raise StoreUnavailableError(f"{file} cannot be opened: {error}") from error
         self._path = path
-        self.close = weakref.finalize(self, os.close, self._fd)
+        self.close = close_with(self, self._fd)
 
     def acquire(self, timeout_s: float) -> None:
         """Waits for the lock.

@@ -12,6 +12,7 @@ import datetime
 import math
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,13 +94,13 @@ class ExchangeLoader:
         self.prefetch = prefetch
         self.pin_memory = pin_memory
         self.topology = find_topology(sampler.num_replicas, sampler.rank, node_rank, num_nodes)
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._source = copy.copy(dataset)  # shares the store
         self._source.transform = self._source.batch_transform = None
         parts = self.topology.parts(len(dataset), seed=0)
         self._owner = owners_of(parts, len(dataset))
         self._servers = servers_of(self.topology)
-        self._delivery: Any = Delivery(self._group, self.topology.rank)
+        self._delivery = Delivery(dist.new_group(backend="gloo", timeout=timeout), self.topology.rank)
+        weakref.finalize(self, self._delivery.close)  # when the interpreter ends, at the latest
         self._batches = 0  # that this epoch has given
         self._resume_at = 0
 
@@ -108,7 +109,7 @@ class ExchangeLoader:
         return samples // self.batch_size if self.drop_last else math.ceil(samples / self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._group is None:
+        if self._delivery.closed:
             raise ValueError("this ExchangeLoader is closed; make another")
         self._batches, self._resume_at = self._resume_at, 0
         order = order_of_all_ranks(self.sampler)
@@ -133,15 +134,9 @@ class ExchangeLoader:
         self._resume_at = int(state["batches"])
 
     def close(self) -> None:
-        """Publishes what this rank has read, and closes the process group; collective.
-
-        Its threads have ended then. Nobody must hold the group any more for that; one of them that still holds a tensor
-        when the interpreter ends aborts the process.
-        """
+        """Publishes what this rank has read, and ends the process group and its threads."""
         self._source.close()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = self._delivery = None
+        self._delivery.close()
 
     def _delivered(self, plan: Plan, steps: range) -> Iterator[Any]:
         """Serves everybody's batches of these steps, and gives ours."""

@@ -19,7 +19,6 @@ import os
 import re
 import resource
 import sys
-import weakref
 from array import array
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from torchcache.descriptors import close_with
 from torchcache.errors import StoreUnavailableError
 
 ID_BYTES = 16
@@ -60,7 +60,7 @@ class Owner:
         self.id = os.urandom(ID_BYTES)
         self._path = _path(folder, self.id)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = close_with(self, self._fd)
         self.keep(())
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,7 +187,7 @@ class _Other:
             with contextlib.suppress(OSError):
                 self._fd = os.open(path, _LOOK)
                 _kept.add(self._fd)
-                weakref.finalize(self, _close_kept, self._fd)
+                close_with(self, self._fd, _close_kept)
 
     def claims(self) -> bytes:
         """What it has claimed; nothing if the file does not say."""

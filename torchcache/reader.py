@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ import torch
 from torchcache import folder, index, pagecache
 from torchcache.block import HEAD_BYTES, BlockHead
 from torchcache.column import Column
+from torchcache.descriptors import close_with
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.items import reading
 from torchcache.places import CPU, Places, Rows, Table
@@ -60,7 +60,7 @@ class Reader:
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
         self._fd = self._opened(marks)
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = close_with(self, self._fd)
         self._address = 0  # of the map in memory
         self._ahead = ReadAhead()
         self._tells = pagecache.may_ask(path)
