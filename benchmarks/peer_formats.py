@@ -295,9 +295,14 @@ def ffcv(source: Any, folder: Path) -> Loaders:
     fields = {"image": NDArrayField(first.dtype, first.shape), "label": IntField()}
     DatasetWriter(path, fields, num_workers=1).from_indexed_dataset(AsArrays(source))
     steps = {"image": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor(), Squeeze()]}
-    return lambda batch_size, workers: Loader(
-        path, batch_size=batch_size, num_workers=max(1, workers), order=OrderOption.RANDOM, pipelines=steps
-    )
+
+    @functools.cache  # it compiles itself when it is made, and gives as many epochs as one likes
+    def loader(batch_size: int, workers: int) -> Any:
+        return Loader(
+            path, batch_size=batch_size, num_workers=max(1, workers), order=OrderOption.RANDOM, pipelines=steps
+        )
+
+    return loader
 
 
 PEERS: dict[str, Convert] = {

@@ -18,7 +18,7 @@ from torchcache import errors
 
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
-    {"_version", "descriptors", "errors", "packages", "pagecache", "progress", "memory"},
+    {"_version", "descriptors", "errors", "packages", "pagecache", "progress", "memory", "turns"},
     {"serial"},
     {"bytecode", "leaves", "provenance", "readahead", "registry", "retry"},
     {"column", "objects"},

@@ -9,9 +9,7 @@ to the parent class.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ from torchcache.errors import StoreError
 from torchcache.places import Table
 from torchcache.reader import Reader, as_indices
 from torchcache.serial import take
+from torchcache.turns import Task, Turns
 
 LOOK_UP_SAMPLES = 1 << 16  # places looked up at once; 8 bytes a sample and column
 MOST_HANDED_OVER, HANDED_OVER_BYTES = 8, 2 << 20  # batches that a thread makes at a time, if they are small
@@ -140,37 +139,37 @@ def _batches(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Ite
         tasks = map(_pinned, tasks)
     if loader.num_workers == 0:
         return (task() for task in tasks)
-    pool = ThreadPoolExecutor(loader.num_workers, thread_name_prefix="torchcache-loader")
     # Several to a thread at a time: handing over costs as much as gathering a small batch.
     few = min(MOST_HANDED_OVER, HANDED_OVER_BYTES // max(1, gather.sample_bytes * (loader.batch_size or 1)))
     size = max(few, loader.prefetch_factor or 2)
     groups = iter(lambda: list(itertools.islice(tasks, size)), [])
+    threads = Turns(loader.num_workers, "torchcache-loader")
     # Drawn now, as by the parent, not when the first batch is asked for.
-    ahead = deque([pool.submit(_run, group) for group in itertools.islice(groups, loader.num_workers)])
-    return _in_order(pool, ahead, groups)
+    for group in itertools.islice(groups, loader.num_workers):
+        threads.give(group)
+    return _in_order(threads, groups)
 
 
-def _run(tasks: list[Callable[[], Any]]) -> list[Any]:
-    return [task() for task in tasks]
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, ahead: deque[Future[list[Any]]], groups: Iterator[list[Callable[[], Any]]]
-) -> Iterator[Any]:
+def _in_order(threads: Turns, groups: Iterator[list[Task]]) -> Iterator[Any]:
     try:
-        while ahead:
-            batches = ahead.popleft().result()
-            ahead.extend([pool.submit(_run, group) for group in itertools.islice(groups, 1)])
-            yield from batches
+        while threads:
+            batches, error = threads.take()
+            for group in itertools.islice(groups, 1):
+                threads.give(group)
+            batches.reverse()
+            while batches:
+                yield batches.pop()  # which nobody else holds, so that its memory can be used again
+            if error is not None:
+                raise error
     finally:
-        pool.shutdown(cancel_futures=True)
+        threads.close()
 
 
-def _pinned(task: Callable[[], Any]) -> Callable[[], Any]:
+def _pinned(task: Task) -> Task:
     return lambda: pin_memory(task())  # type: ignore[no-untyped-call]
 
 
-def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Iterator[Callable[[], Any]]:
+def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Iterator[Task]:
     """For each batch a function that makes it."""
     order = _known_order(loader, gather.length)
     if order is None:
@@ -197,7 +196,7 @@ def _tasks(loader: DataLoader, dataset: CachedDataset, gather: _Gather) -> Itera
             yield _bound(gather.batch, found, first, last)
 
 
-def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+def _bound(function: Callable[..., Any], *arguments: Any) -> Task:
     return lambda: function(*arguments)
 
 
