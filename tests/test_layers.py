@@ -18,7 +18,7 @@ from torchcache import errors
 
 PACKAGE = Path(torchcache.__file__).parent
 LAYERS = [
-    {"_version", "descriptors", "errors", "packages", "pagecache", "progress", "memory", "turns"},
+    {"_version", "descriptors", "errors", "packages", "pagecache", "progress", "memory", "section", "turns"},
     {"serial"},
     {"bytecode", "leaves", "provenance", "readahead", "registry", "retry"},
     {"column", "objects"},

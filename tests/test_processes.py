@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from torchcache import CachedDataset, fill
 from torchcache.flatten import flatten_many
+from torchcache.waiting import Activity, Waiting
 
 LENGTH = 200
 FORK = multiprocessing.get_context("fork")
@@ -291,7 +292,8 @@ def test_claims_of_an_interrupted_call_are_forgotten(cache_dir: Path, source: So
     cached = CachedDataset(source)
     cached[0]
     assert cached._connection._cache is not None
-    cached._connection._cache.filler._claim([5, 6], frozenset())
+    filler = cached._connection._cache.filler
+    filler._claim([5, 6], Waiting(filler._store, Activity(), 60))
     assert_same([cached[5], cached[6]], [image_and_label(5), image_and_label(6)])
     assert source.reads() == Counter([0, 5, 6])
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torchcache.flatten import Flat
 from torchcache.leaves import Spec
 from torchcache.records import Counters
+from torchcache.section import Section
 
 SOON_S = 0.05  # older samples are published together with the next ones
 LATEST_S = 0.1  # and at the latest after so long, by a thread, if there are no next ones
@@ -76,7 +77,7 @@ class Flusher:
         flush_old: called with the lock held; flushes if need be, and says whether any are left.
     """
 
-    def __init__(self, lock: threading.RLock, flush_old: Callable[[], bool]) -> None:
+    def __init__(self, lock: Section, flush_old: Callable[[], bool]) -> None:
         self._lock = lock
         self._flush_old = flush_old
         self._stop = threading.Event()

@@ -133,13 +133,13 @@ class Connection:
     @property
     def exists(self) -> bool:
         """Whether there is something that may be a store."""
-        return (self.path / environment.DATA_FILE).exists()
+        return os.path.exists(self.path / environment.DATA_FILE)
 
     def open(self) -> Cache | None:
         """Opens the store, or makes it; ``None`` if that cannot be, which has been said then."""
         with database.registry_lock:
             if self._cache is None and not self.bypassed:
-                inode, was_ours = folder.inode(self.path), (self.path / folder.GUARD_FILE).exists()
+                inode, was_ours = folder.inode(self.path), os.path.exists(self.path / folder.GUARD_FILE)
                 try:
                     self._warn_of_folder()
                     self._cache = self._open()

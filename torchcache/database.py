@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +21,16 @@ import numpy as np
 from torchcache import environment
 from torchcache.block import HEAD_BYTES
 from torchcache.environment import LOCK_TIMEOUT_S, Environment, WriterLock, translated
-from torchcache.errors import CorruptStoreError
+from torchcache.errors import CorruptStoreError, StoreUnavailableError
+from torchcache.section import Section
 
 # Handles that a process keeps at a time, three descriptors each: some have many datasets, and 1,024 descriptors.
 MOST_HANDLES = 16
-registry_lock = threading.RLock()  # held while stores are opened; taken before a fork, so that none is half open
+registry_lock = Section()  # held while stores are opened; taken before a fork, so that none is half open
 
 _databases: weakref.WeakValueDictionary[int, Database] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_lost: list[Environment] = []  # what cannot be closed
 _forking: list[Database] = []  # locked between the two fork hooks
 
 
@@ -46,7 +47,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data_path = path / environment.DATA_FILE
-        self.lock = threading.RLock()
+        self.lock = Section()
         self.lock_timeout_s = LOCK_TIMEOUT_S
         self._env: Environment | None = None
         self._writer: WriterLock
@@ -59,7 +60,10 @@ class Database:
         """Closes the handle; the next use opens it again."""
         with self.lock:
             if self._env is not None:
-                self._env.close()
+                if self._writer.is_open:
+                    self._env.close()
+                else:  # nor, then, is LMDB's descriptor, which it does not tell: another file's would be closed
+                    _lost.append(self._env)
                 self._writer.close()
                 self._env = None
                 self._dbs = {}
@@ -70,6 +74,9 @@ class Database:
             return int(self._environment().info()["last_txnid"])
 
     def _environment(self, create: bool = False) -> Environment:
+        if self._env is not None and not self._writer.is_open:
+            self.close()
+            raise StoreUnavailableError(f"{self.path}: something has closed the descriptors of this process")
         if self._env is None:
             _close_oldest(MOST_HANDLES - 1)
             with contextlib.ExitStack() as undo:
@@ -162,16 +169,20 @@ def _close_oldest(most: int) -> None:
 
 def _before_fork() -> None:
     registry_lock.acquire()
-    _forking.extend(_alive())
-    for database in _forking:
+    for database in _alive():
         database.lock.acquire()
+        _forking.append(database)
         database.close()
 
 
-def _after_fork() -> None:
+def _after_fork(in_child: bool) -> None:
     while _forking:
         _forking.pop().lock.release()
-    registry_lock.release()
+    registry_lock.release_after_fork(in_child)
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=lambda: _after_fork(False),
+    after_in_child=lambda: _after_fork(True),
+)

@@ -12,8 +12,9 @@ from typing import Any
 
 import lmdb
 
-from torchcache.descriptors import close_with
+from torchcache.descriptors import Descriptor
 from torchcache.errors import CorruptStoreError, NotAStoreError, StoreError, StoreUnavailableError
+from torchcache.section import interrupt
 
 Environment = lmdb.Environment
 
@@ -42,24 +43,32 @@ class WriterLock:
         file = path / WRITER_FILE
         try:
             try:
-                self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except PermissionError:
-                self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)  # another user's: it can be locked all the same
+                number = os.open(file, os.O_RDONLY | os.O_CLOEXEC)  # another user's: it can be locked all the same
         except OSError as error:
             raise StoreUnavailableError(f"{file} cannot be opened: {error}") from error
         self._path = path
-        self.close = close_with(self, self._fd)
+        self._number = number
+        self._file = Descriptor(number)
+        self.close = self._file.close
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing else has closed its descriptor. To be asked before the lock is acquired."""
+        return self._file.is_open
 
     def acquire(self, timeout_s: float) -> None:
         """Waits for the lock.
 
         Raises:
             StoreUnavailableError: if it cannot be had in time, or here at all.
+            KeyboardInterrupt: if Ctrl-C is pressed meanwhile.
         """
         pause, until = _PAUSE_FIRST_S, time.monotonic() + timeout_s
         while True:
             try:
-                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise StoreUnavailableError(
@@ -68,18 +77,20 @@ class WriterLock:
             except OSError as error:
                 raise StoreUnavailableError(f"{self._path / WRITER_FILE} cannot be locked: {error}") from error
             time.sleep(pause)
+            interrupt()
             pause = min(2 * pause, _PAUSE_LAST_S)
 
     def release(self) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        fcntl.flock(self._number, fcntl.LOCK_UN)
 
 
 def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
     """Opens LMDB's file. Who writes holds the ``WriterLock``, for opening too."""
     data = path / DATA_FILE
     last_error: Exception | None = None
+    occupy_standard_descriptors()
     for map_size in MAP_SIZES:
-        if data.exists() and map_size < data.stat().st_size:
+        if os.path.exists(data) and map_size < data.stat().st_size:
             break
         try:
             env = lmdb.open(
@@ -104,6 +115,13 @@ def open_environment(path: Path, readonly: bool = False) -> lmdb.Environment:
             raise
         return env
     raise StoreUnavailableError(f"{data} cannot be mapped: not enough address space (ulimit -v)") from last_error
+
+
+def occupy_standard_descriptors() -> None:
+    """Sees to it that none of 0, 1 and 2 becomes that of LMDB's file, where messages would be written into it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
 
 
 def foreign(path: Path | str) -> NotAStoreError:
@@ -160,7 +178,7 @@ def is_created(path: Path, on_doubt: bool) -> bool:
     also for a file that is something else, of which opening it will complain.
     """
     data = path / DATA_FILE
-    if not data.exists() or data.stat().st_size == 0:
+    if not os.path.exists(data) or data.stat().st_size == 0:
         return False
     try:
         with contextlib.closing(open_environment(path, readonly=True)) as env, env.begin() as txn:

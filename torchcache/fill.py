@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
@@ -29,6 +28,7 @@ from torchcache.owner import Owner
 from torchcache.packing import LARGEST_SAMPLE_BYTES, pack, without_oversized
 from torchcache.reader import Reader
 from torchcache.records import Claim, Counters, LogEntry, Seal
+from torchcache.section import Section
 from torchcache.source import Source
 from torchcache.store import Store
 from torchcache.waiting import Activity, Waiting
@@ -40,7 +40,7 @@ AT_EXIT = -200
 
 logger = logging.getLogger("torchcache")
 
-_fillers: weakref.WeakSet[Filler] = weakref.WeakSet()
+_fillers: weakref.WeakValueDictionary[int, Filler] = weakref.WeakValueDictionary()
 
 
 class Fetched(NamedTuple):
@@ -85,15 +85,17 @@ class Filler:
         self.claim_timeout_s = claim_timeout_s
         store.lock_timeout_s = min(store.lock_timeout_s, claim_timeout_s)
         self._owners = store.path / OWNERS
-        self._lock = threading.RLock()
+        self._lock = Section()
         self._buffer = Buffer()
         self._flusher: Flusher | None = None
         self._owner: Owner | None = None
-        self._reading: dict[int, list[int]] = {}  # what each thread has claimed and is reading
+        # What each call of ``fetch`` has claimed and is reading. Weak: it may be interrupted at any moment.
+        self._reading: weakref.WeakKeyDictionary[Waiting, list[int]] = weakref.WeakKeyDictionary()
         self._activity = Activity()
         self._uncounted = Counters()  # reads whose samples were not published
         self._unsealable = False
-        _fillers.add(self)
+        self._closed = False
+        _fillers[id(self)] = self
 
     @property
     def admitting(self) -> bool:
@@ -127,36 +129,54 @@ class Filler:
             if not self.admitting:
                 samples.update(self._bypass(self._reader.missing(remaining)))
                 return Fetched(samples)
-            fetched = self._fetch_some(remaining, waiting if wait else None)
+            interrupted = self._interrupted(waiting).intersection(remaining) if self._reading else ()
+            if interrupted:  # it would wait for itself
+                samples.update(self._bypass(list(interrupted)))
+                continue
+            fetched = self._fetch_some(remaining, waiting, wait)
             if fetched is None:
                 return Fetched(samples)
             if len(fetched.samples) == len(wanted):
                 return fetched
             samples.update(fetched.samples)
 
-    def _fetch_some(self, wanted: Sequence[int], waiting: Waiting | None) -> Fetched | None:
+    def _interrupted(self, call: Waiting) -> set[int]:
+        """What this very thread is reading, in a call that is interrupted by this one: of a signal's handler, say."""
+        with self._lock:
+            calls = self._reading.items()
+            return {i for other, claimed in calls if other is not call and other.thread == call.thread for i in claimed}
+
+    def _fetch_some(self, wanted: Sequence[int], waiting: Waiting, wait: bool) -> Fetched | None:
         """Claims and reads what nobody has claimed; if that is nothing, waits a while (``None``: shall not wait)."""
         try:
             try:
-                claim = self._claim(wanted, frozenset() if waiting is None else waiting.usurped)
+                claim = self._claim(wanted, waiting)
                 if claim.held and not claim.granted:
-                    if waiting is None:
+                    if not wait:
                         return None
                     self.flush()
+                    self._flush_neighbours()
                     waiting.wait(set(claim.held.values()), claim.transaction)
             except StoreError as error:
                 self._refuse(error)
                 return Fetched({})
-            return self._fill(claim.granted) if claim.granted else Fetched({})
+            return self._fill(claim.granted, waiting) if claim.granted else Fetched({})
         finally:
-            self._reading.pop(threading.get_ident(), None)
+            self._reading.pop(waiting, None)
+
+    def _flush_neighbours(self) -> None:
+        """Publishes what other datasets of this process have for the same store, which this thread may be using too."""
+        for reference in _fillers.valuerefs():
+            filler = reference()
+            if filler is not None and filler is not self and filler._store is self._store:
+                filler.flush()
 
     def refresh(self) -> None:
         """Learns of everything that has been published."""
         with self._store.lock:
             self._learn(self._store.entries(self._reader.sequence))
 
-    def _claim(self, wanted: Sequence[int], usurped: frozenset[bytes]) -> Claim:
+    def _claim(self, wanted: Sequence[int], call: Waiting) -> Claim:
         def missing(entries: list[LogEntry]) -> list[int]:
             self._learn(entries)
             return self._reader.missing(wanted)
@@ -164,15 +184,18 @@ class Filler:
         with self._lock:
             if not self._buffer.indices.isdisjoint(wanted):
                 self.flush()
-            owner = self._own()
+            owner = self._owner or self._own()
             if not self._buffer.indices and not self._reading:
                 owner.keep(())  # the others are published, or of a call that was interrupted
             elif owner.count > MOST_CLAIMS_KEPT:
                 owner.keep(self._busy())
-            elsewhere = frozenset().union(*self._reading.values())
-            with self._store.lock:
-                claim = self._store.claim(owner, self._reader.sequence, missing, busy=elsewhere, usurped=usurped)
-            self._reading[threading.get_ident()] = claim.granted
+            elsewhere: frozenset[int] = frozenset()
+            if self._reading:
+                elsewhere = elsewhere.union(*self._reading.values())
+            claim = self._store.claim(
+                owner, self._reader.sequence, missing, busy=elsewhere, usurped=self._activity.stopped
+            )
+            self._reading[call] = claim.granted
         return claim
 
     def _busy(self) -> set[int]:
@@ -193,7 +216,7 @@ class Filler:
             raise read.error
         return read.samples
 
-    def _fill(self, indices: list[int]) -> Fetched:
+    def _fill(self, indices: list[int], call: Waiting) -> Fetched:
         """Reads what we have claimed, and keeps it to be published; gives back what could not be read or kept."""
         kept: list[int] = []
         try:
@@ -206,7 +229,7 @@ class Filler:
             kept = [index for flat in flats for index in flat.indices]
         finally:
             if len(kept) < len(indices):
-                self._release(kept)
+                self._release(kept, call)
         if read.error is not None:
             raise read.error
         if unsupported is not None:
@@ -293,21 +316,34 @@ class Filler:
             if not samples:
                 self.note(reads)
                 return
-            self._buffer.add(samples, reads)
-            last = self._reader.count + len(self._buffer.indices) >= self._store.identity.length
-            if last or self._buffer.is_ripe:
+            try:
+                self._buffer.add(samples, reads)
+                last = self._reader.count + len(self._buffer.indices) >= self._store.identity.length
+                ripe = last or self._closed or self._buffer.is_ripe
+                if not ripe:
+                    self._buffer.settle()
+            except BaseException:  # no memory, say: what is half added is not published
+                self._buffer = Buffer()
+                raise
+            if ripe or not self._flushes_later():
                 self.flush()
-                return
-            self._buffer.settle()
-            if self._flusher is None:
-                self._flusher = Flusher(self._lock, self._flush_old)
 
     def flush(self) -> None:
         """Publishes what waits."""
         with self._lock:
-            if self._buffer.samples:
-                self._publish(self._buffer.samples, self._buffer.reads)
-                self._buffer = Buffer()
+            buffer, self._buffer = self._buffer, Buffer()
+            if buffer.samples:
+                self._publish(buffer.samples, buffer.reads)
+
+    def _flushes_later(self) -> bool:
+        """Has a thread see to it that what waits is published in time; whether there can be one."""
+        if self._flusher is None:
+            try:
+                self._flusher = Flusher(self._lock, self._flush_old)
+            except RuntimeError as error:  # as many threads as the system allows
+                logger.info("%s: %s; each sample is published at once", self._store.path, error)
+                return False
+        return True
 
     def _flush_old(self) -> bool:
         if self._buffer.age >= LATEST_S:
@@ -341,10 +377,10 @@ class Filler:
                 Finalize(self, _close, args=(weakref.ref(self),), exitpriority=AT_EXIT)
             return self._owner
 
-    def _release(self, kept: list[int]) -> None:
-        """Gives back what this thread has claimed, but for what it has kept."""
+    def _release(self, kept: list[int], call: Waiting) -> None:
+        """Gives back what a call has claimed, but for what it has kept."""
         with self._lock:
-            self._reading[threading.get_ident()] = kept
+            self._reading[call] = kept
             if self._owner is not None:
                 try:
                     self._store.release(self._owner, self._busy())
@@ -360,6 +396,7 @@ class Filler:
     def close(self) -> None:
         """Publishes what waits, and gives up every claim."""
         with self._lock:
+            self._closed = True  # what another thread, or who was interrupted, is still reading is published at once
             self.flush()
             self._stop_flusher()
             if self._uncounted.source_reads and not self._store.read_only and self._store.seal is None:
@@ -384,6 +421,7 @@ class Filler:
 
     def before_fork(self) -> None:
         self._lock.acquire()
+        _forking.append(self)
         self.flush()
         self._stop_flusher()
 
@@ -393,6 +431,7 @@ class Filler:
                 self._owner.forget()
                 self._owner = None
             self._uncounted = Counters()
+            self._reading.clear()  # by threads that are the parent's
         self._lock.release()
 
 
@@ -413,18 +452,22 @@ def _close(reference: weakref.ref[Filler]) -> None:
         filler.close()
 
 
+_forks = Section()  # one thread at a time forks
 _forking: list[Filler] = []  # locked between the two fork hooks
 
 
 def _before_fork() -> None:
-    _forking.extend(_fillers)
-    for filler in _forking:
-        filler.before_fork()
+    _forks.acquire()
+    for reference in _fillers.valuerefs():  # a copy, as other threads add to them
+        filler = reference()
+        if filler is not None:
+            filler.before_fork()
 
 
 def _after_fork(in_child: bool) -> None:
     while _forking:
         _forking.pop().after_fork(in_child)
+    _forks.release_after_fork(in_child)
 
 
 # Hooks run in reverse order before a fork: these, which still write, before those of ``store``.

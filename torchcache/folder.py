@@ -38,11 +38,14 @@ def make(path: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    if not path.exists():
+    if not os.path.exists(path):
         return
     if not path.is_dir():
         raise NotAStoreError(f"{path} is a file where a store's folder should be; choose another cache_dir= or name=")
-    foreign = sorted({entry.name for entry in path.iterdir()} - {*FILES, OWNERS})
+    try:
+        foreign = sorted({entry.name for entry in path.iterdir()} - {*FILES, OWNERS})
+    except OSError:  # no permission, which is said when it is opened
+        return
     if foreign:
         raise NotAStoreError(f"{path} is not a store: it holds {foreign[0]!r}; choose another cache_dir= or name=")
 

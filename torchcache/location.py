@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+
+from torchcache.errors import StoreUnavailableError
 
 CACHE_DIR_VARIABLE = "CACHE_DIR"
 _ROOTS = ("root", "root_dir", "data_root", "data_dir")  # what datasets call their folder
@@ -17,11 +21,33 @@ NAME_CHARACTERS = 64  # of a folder's name; file systems allow 255 bytes, encryp
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder of the stores: the one given, else ``$CACHE_DIR``, else the user's cache folder."""
+    """The folder of the stores: the one given, else ``$CACHE_DIR``, else the user's cache folder.
+
+    A user without a home, as in many containers, has one among the temporary files.
+
+    Raises:
+        StoreUnavailableError: if that is somebody else's.
+    """
     chosen = os.environ.get(CACHE_DIR_VARIABLE) if cache_dir is None else cache_dir
-    if not chosen:
+    if chosen:
+        return Path(os.fsdecode(chosen)).expanduser().absolute()  # the job may change its folder
+    try:
         return Path(platformdirs.user_cache_dir("torchcache"))
-    return Path(os.fsdecode(chosen)).expanduser().absolute()  # the job may change its folder
+    except RuntimeError:  # no HOME, and no entry in the list of users
+        return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    found = Path(tempfile.gettempdir()) / f"torchcache-{os.geteuid()}"
+    try:
+        status = found.lstat()
+    except OSError:  # not there yet
+        return found
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(status.st_mode):
+        raise StoreUnavailableError(
+            f"{found} is not this user's own folder, and there is no home; choose a folder with CACHE_DIR or cache_dir="
+        )
+    return found
 
 
 def store_name(name: str, key: str) -> str:

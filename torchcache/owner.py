@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from torchcache.descriptors import close_with
+from torchcache.descriptors import Descriptor
 from torchcache.errors import StoreUnavailableError
 
 ID_BYTES = 16
@@ -60,7 +60,7 @@ class Owner:
         self.id = os.urandom(ID_BYTES)
         self._path = _path(folder, self.id)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._close = close_with(self, self._fd)
+        self._file = Descriptor(self._fd)
         self.keep(())
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,11 +68,14 @@ class Owner:
                 return True
         except BlockingIOError:
             pass
-        self._close()
+        self._file.close()
         return False
 
     def claim(self, indices: Collection[int]) -> None:
-        """Claims samples. The caller excludes other processes, and knows that they are nobody's."""
+        """Claims samples. The caller excludes other processes, and knows that they are nobody's.
+
+        And that the descriptors of this process are what they were: see ``WriterLock.is_open``.
+        """
         self._record.extend(indices)
         self._record[0] = self.count
         record = self._record
@@ -93,14 +96,14 @@ class Owner:
 
     def release(self) -> None:
         """Gives the lock and every claim up."""
-        if self._close.alive:
+        if self._file.close.alive:
             with contextlib.suppress(OSError):  # without its lock it is a dead owner's
                 os.unlink(self._path)
             self.forget()
 
     def forget(self) -> None:
         """In a forked child: lets go of the lock, which stays the parent's."""
-        self._close()
+        self._file.close()
         self._fd = -1  # the number may be that of another file soon
 
 
@@ -182,18 +185,18 @@ class _Other:
 
     def __init__(self, path: str, keeps: bool) -> None:
         self._path = path
-        self._fd: int | None = None
+        self._file: Descriptor | None = None
         if keeps and len(_kept) < min(MOST_DESCRIPTORS, DESCRIPTORS_SHARE * _descriptors()):
             with contextlib.suppress(OSError):
-                self._fd = os.open(path, _LOOK)
-                _kept.add(self._fd)
-                close_with(self, self._fd, _close_kept)
+                number = os.open(path, _LOOK)
+                _kept.add(number)
+                self._file = Descriptor(number, _kept.discard)
 
     def claims(self) -> bytes:
         """What it has claimed; nothing if the file does not say."""
         try:
-            if self._fd is not None:
-                return _claims(self._fd)
+            if self._file is not None:
+                return _claims(self._file.number)
             fd = os.open(self._path, _LOOK)
             try:
                 return _claims(fd)
@@ -201,11 +204,6 @@ class _Other:
                 os.close(fd)
         except OSError:  # gone, no file, or of another user, who keeps it to himself: then samples may be read twice
             return b""
-
-
-def _close_kept(fd: int) -> None:
-    _kept.discard(fd)
-    os.close(fd)
 
 
 def _descriptors() -> float:

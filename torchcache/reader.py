@@ -22,7 +22,7 @@ import torch
 from torchcache import folder, index, pagecache
 from torchcache.block import HEAD_BYTES, BlockHead
 from torchcache.column import Column
-from torchcache.descriptors import close_with
+from torchcache.descriptors import Descriptor
 from torchcache.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from torchcache.items import reading
 from torchcache.places import CPU, Places, Rows, Table
@@ -59,8 +59,7 @@ class Reader:
         self.sequence = 0  # the log is known up to this number
         self.count = 0  # samples known
         self.map: mmap.mmap | None = None
-        self._fd = self._opened(marks)
-        self._close = close_with(self, self._fd)
+        self._file = self._opened(marks)
         self._address = 0  # of the map in memory
         self._ahead = ReadAhead()
         self._tells = pagecache.may_ask(path)
@@ -356,31 +355,31 @@ class Reader:
         assert self.map is not None
         return self.map
 
-    def _opened(self, marks: bool) -> int:
+    def _opened(self, marks: bool) -> Descriptor:
         try:
             # Kept open: the folder may be renamed or removed, and another take its place.
-            descriptor = os.open(self._path, os.O_RDONLY)
+            number = os.open(self._path, os.O_RDONLY)
         except OSError as error:
             raise StoreUnavailableError(f"{self._path} cannot be opened: {error}") from error
         if marks:
-            folder.mark_used(self._path.parent, descriptor)
-        return descriptor
+            folder.mark_used(self._path.parent, number)
+        return Descriptor(number)
 
     def _map_whole(self) -> None:
         """Maps all of a file that grows no more. The map keeps it open, and marked as used."""
-        if self._close.alive:
+        if self._file.close.alive:
             self._map_to(0)
-            self._close()
+            self._file.close()
 
     def _map_to(self, end: int) -> None:
         try:
-            size = os.fstat(self._fd).st_size if self._close.alive else len(self._mapped(0))
+            size = os.fstat(self._file.number).st_size if self._file.close.alive else len(self._mapped(0))
             if not 0 <= end <= size:
                 raise CorruptStoreError(f"{self._path}: a value ends at byte {end} of a file of {size} bytes")
             if self.map is not None and len(self.map) == size:
                 return
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-            self.map = mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self.map = mmap.mmap(self._file.number, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             self._address = torch.frombuffer(self.map, dtype=torch.uint8).data_ptr()
         except StoreError:
             raise

@@ -35,6 +35,7 @@ from torchcache.folder import OWNERS
 from torchcache.owner import Owner
 from torchcache.records import FORMAT_LINE, Claim, Counters, Identity, LogEntry, LogRecord, Seal, Survey, number_key
 from torchcache.schema import Schema
+from torchcache.section import Deferred
 
 LOOK_TIMEOUT_S = 5.0  # who lists stores does not want to wait for a stopped process
 # One store object per folder and process: py-lmdb refuses to open a file twice.
@@ -113,8 +114,9 @@ class Store(Database):
             identity: what it is to hold.
             parts: what went into the key, to be kept in a new one (see ``provenance``).
         """
+        environment.occupy_standard_descriptors()
         with registry_lock:  # before the guard, as everywhere: nobody waits for the one with the other
-            if not (path / environment.DATA_FILE).exists():
+            if not os.path.exists(path / environment.DATA_FILE):
                 risk = filesystem.risk(path)
                 if risk is not None and not risk.fills:
                     raise StoreUnavailableError(f"{path} would lie on {risk.kind}: {risk.text}")
@@ -155,7 +157,7 @@ class Store(Database):
             )
 
     def _load(self) -> None:
-        if not self.data_path.exists():
+        if not os.path.exists(self.data_path):
             raise NotAStoreError(f"{self.path} holds no store: there is no {environment.DATA_FILE}")
         risk = filesystem.risk(self.path)
         if risk is not None and not risk.fills:
@@ -423,7 +425,7 @@ class Store(Database):
         Returns:
             The seal, whoever has set it.
         """
-        with folder.guard(self.path):
+        with Deferred(), folder.guard(self.path):
             with self._write() as txn:
                 self._read_meta(txn)
                 if self.seal is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 
@@ -14,23 +15,31 @@ PROBE_AFTER_S, PROBE_EVERY_S = 0.005, 0.2  # when it first asks whether the owne
 
 
 class Activity:
-    """When others have last published something, as far as this process knows."""
+    """What this process knows of other owners.
+
+    Attributes:
+        stopped: those that were found dead or stopped, and have published nothing since.
+    """
 
     def __init__(self) -> None:
+        self.stopped: frozenset[bytes] = frozenset()
         self._last: dict[bytes, float] = {}
 
     def note(self, published_by: Iterable[bytes]) -> None:
+        """They have published something."""
         now = time.monotonic()
         for owner in published_by:
             self._last[owner] = now
+            if owner in self.stopped:
+                self.stopped -= {owner}
 
     def of(self, owner: bytes) -> float:
-        """In the seconds of ``time.monotonic``; 0 if it is not known to have published anything."""
+        """When it did so last, in the seconds of ``time.monotonic``; 0 if that is not known."""
         return self._last.get(owner, 0.0)
 
 
 class Waiting:
-    """Waits for other owners, for one call of ``Filler.fetch``.
+    """Waits for other owners, for one call of ``Filler.fetch``, for which this object stands.
 
     Args:
         store: where they publish.
@@ -38,11 +47,11 @@ class Waiting:
         timeout_s: who lives and has published nothing for so many seconds is taken to be stopped.
 
     Attributes:
-        usurped: owners whose claims count no more, because they were found dead or stopped.
+        thread: that has made the call.
     """
 
     def __init__(self, store: Store, activity: Activity, timeout_s: float) -> None:
-        self.usurped: frozenset[bytes] = frozenset()
+        self.thread = threading.get_ident()
         self._store = store
         self._activity = activity
         self._timeout_s = timeout_s
@@ -66,7 +75,7 @@ class Waiting:
                 gone = {owner for owner in holders if self._is_gone(owner)}
                 self._next_probe = time.monotonic() + PROBE_EVERY_S
                 if gone:
-                    self.usurped |= gone
+                    self._activity.stopped |= gone
                     return
 
     def _is_gone(self, owner: bytes) -> bool:
